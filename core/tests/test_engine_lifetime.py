@@ -32,6 +32,25 @@ def test_a_sibling_shares_tiers_but_no_keys(open_engine: Open) -> None:
     assert engine.lookup(tokens).tokens == 8, "closing a sibling leaves the tiers open"
 
 
+def test_a_sibling_with_settings_of_its_own_has_another_shape(open_engine: Open) -> None:
+    engine = open_engine(MEMORY, SHELF)
+    spec = replace(SPEC, num_layers=SPEC.num_layers + 1)
+    with pytest.raises(ValueError, match="shape and dtype"):
+        engine.sibling(spec)
+    with pytest.raises(ValueError, match="shape and dtype"):
+        engine.sibling(replace(spec, dtype="float64"), engine.config)
+    other, tokens, kv = engine.sibling(spec, engine.config), tokens_of(8), kv_of(8)
+    longer = torch.cat([kv, kv[:, :1] + 1], dim=1)
+    other.store(tokens, kv=longer)
+    engine.store(tokens, kv=kv)
+    assert engine.flush(20)
+    for memory in ("there", "emptied"):
+        got, whole = torch.zeros_like(kv), torch.zeros_like(longer)
+        assert engine.retrieve(tokens, kv=got).all() and torch.equal(got, kv), memory
+        assert other.retrieve(tokens, kv=whole).all() and torch.equal(whole, longer), memory
+        engine.memory.remove(engine.memory.chunks())
+
+
 def test_closing_goes_on_past_what_raises(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise RuntimeError("no device")

@@ -17,10 +17,10 @@ from kvloom_connector_vllm.announcing import Announcer
 from kvloom_connector_vllm.configured import Settings, has_shared_tier
 from kvloom_connector_vllm.identity import identify
 from kvloom_connector_vllm.names import Names, owner_of
-from kvloom_connector_vllm.plan import Owner, Scheduled
+from kvloom_connector_vllm.plan import Group, Owner, Scheduled
 from kvloom_connector_vllm.planner import Planner
 from kvloom_connector_vllm.scheduler import Report, Scheduler
-from kvloom_connector_vllm.worker import Worker
+from kvloom_connector_vllm.worker import Part, Worker
 
 NOBODY = Owner()
 BLOCKS = 24
@@ -39,11 +39,10 @@ class Pretended:
         opened = settings.opened(identities[0].geometry)
         chunk = opened.chunk_tokens
         self.elements = identities[0].geometry.page_elements
-        names = [Names(one.spec, one.geometry, MemoryFormat.KV_PAGES, chunk_tokens=chunk) for one in identities]
+        names = [[Names(one.spec, one.geometry, MemoryFormat.KV_PAGES, chunk_tokens=chunk)] for one in identities]
         planner = Planner(
-            block_tokens=BLOCK, chunk_tokens=chunk, hash_tokens=BLOCK,
-            save_generated=opened.save_decode_cache, tails=opened.save_tails,
-        )  # fmt: skip
+            [Group(BLOCK, chunk)], hash_tokens=BLOCK, save_generated=opened.save_decode_cache, tails=opened.save_tails
+        )
         self.index = None
         if has_shared_tier(opened):
             self.index = Engine.open(opened, identities[0].spec, role="index")
@@ -51,8 +50,8 @@ class Pretended:
         self.scheduler = Scheduler(planner, names, self.index, announcer, asynchronous=asynchronous)
         self.engines = [Engine.open(opened, one.spec) for one in identities]
         self.workers = [
-            Worker(engine, name, rank=rank, block_tokens=BLOCK, asynchronous=asynchronous)
-            for rank, (engine, name) in enumerate(zip(self.engines, names, strict=True))
+            Worker([Part(engine, name, BLOCK)], rank=rank, asynchronous=asynchronous)
+            for rank, (engine, (name,)) in enumerate(zip(self.engines, names, strict=True))
         ]
         self.memory = [[torch.zeros(BLOCKS, self.elements) for _ in range(LAYERS)] for _ in range(ranks)]
         for worker, pages in zip(self.workers, self.memory, strict=True):
@@ -133,7 +132,7 @@ class Pretended:
         tokens = self.matched(request)
         computed = tokens
         if tokens:
-            self.scheduler.load(request, table, tokens)
+            self.scheduler.load(request, [table], tokens)
             before = set(self.failed)
             if self.asynchronous:
                 left = dict.fromkeys(range(len(self.workers)), True)
@@ -149,7 +148,7 @@ class Pretended:
             self.failed -= failed
             computed = bad[0] * BLOCK if bad else tokens
         assert self.right(request, table, computed)
-        part = Scheduled(request.request_id, table, True, computed, request.num_tokens)
+        part = Scheduled(request.request_id, [table], True, computed, request.num_tokens)
         self.step([part], lambda: self.compute(request, table, computed, request.num_tokens))
         self.settle()
         self.scheduler.end(request.request_id)
@@ -206,4 +205,4 @@ PROMPT = list(range(27))
 
 def one_chunks(one: Pretended, tokens: list[int]) -> Any:
     one.scheduler.begin(FakeRequest("named", tokens[:]), NOBODY)
-    return one.scheduler._planner.chunks("named")
+    return one.scheduler._planner.chunks("named")[0]

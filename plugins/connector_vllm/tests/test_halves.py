@@ -103,7 +103,7 @@ def test_what_the_engine_has_itself_is_not_touched(pretended: Any) -> None:
     request = FakeRequest("b", PROMPT[:])
     tokens = one.matched(request, 12)
     assert tokens == 12
-    one.scheduler.load(request, range(8, 16), tokens)
+    one.scheduler.load(request, [range(8, 16)], tokens)
     one.step_until_over()
     view = one.memory[0][1]
     assert not view[8:11].any() and not view[14:16].any()
@@ -123,7 +123,7 @@ def test_ranks_agree_on_what_is_there(pretended: Any, tmp_path: Path) -> None:
 def test_part_of_a_rank_in_memory_and_part_on_disk_will_do(pretended: Any, tmp_path: Path) -> None:
     one = pretended(tiers=[MEMORY, disk(tmp_path)], ranks=2)
     one.serve(FakeRequest("a", PROMPT[:]), range(8))
-    keys = [segment.key for segment in one.workers[1]._names.segments(one_chunks(one, PROMPT))]
+    keys = [segment.key for segment in one.workers[1]._parts[0].names.segments(one_chunks(one, PROMPT))]
     one.engines[1].tiers["memory"].remove(keys)
     request = FakeRequest("b", PROMPT[:])
     one.step_until(lambda: one.matched(request) == 24 and one.scheduler.sources["b"] == {"disk": 24})
@@ -146,8 +146,8 @@ def test_after_a_reset_nothing_is_what_it_was(pretended: Any, tmp_path: Path) ->
     one.serve(FakeRequest("a", PROMPT[:]), range(8))
     running, loading = FakeRequest("running", [5] * 27), FakeRequest("loading", PROMPT[:])
     one.scheduler.begin(running, NOBODY)
-    one.step([Scheduled("running", range(8, 16), True, 0, 10)], lambda: one.compute(running, range(8, 16), 0, 8))
-    one.scheduler.load(loading, range(16, 24), one.matched(loading))
+    one.step([Scheduled("running", [range(8, 16)], True, 0, 10)], lambda: one.compute(running, range(8, 16), 0, 8))
+    one.scheduler.load(loading, [range(16, 24)], one.matched(loading))
     one.scheduler.clear()
     assert one.matched(FakeRequest("b", PROMPT[:])) == 0, "before any worker heard of it"
     part = Scheduled("running", (), False, 10, 27)
@@ -180,14 +180,14 @@ def test_generated_tokens_are_there_for_the_next_turn(pretended: Any) -> None:
     one = pretended(tiers=[MEMORY], save_decode_cache=True)
     request = FakeRequest("a", PROMPT[:13])
     one.scheduler.begin(request, NOBODY)
-    one.step([Scheduled("a", range(4), True, 0, 13)], lambda: one.compute(request, range(8), 0, 13))
+    one.step([Scheduled("a", [range(4)], True, 0, 13)], lambda: one.compute(request, range(8), 0, 13))
     for position in range(13, 24):
         request.append(200 + position)
         blocks = [position // BLOCK] if position >= 16 and position % BLOCK == 0 else []
-        part = Scheduled("a", blocks, False, position, position + 1)
+        part = Scheduled("a", [blocks], False, position, position + 1)
         one.step([part], lambda end=position + 1: one.compute(request, range(8), end - BLOCK, end))
     one.settle()
-    one.scheduler.end("a", range(6))
+    one.scheduler.end("a", [range(6)])
     assert one.serve(FakeRequest("b", [*request.tokens, 1, 2, 3]), range(8, 16)) == 24
 
 
@@ -198,14 +198,14 @@ def test_the_last_generated_tokens_are_there_for_the_next_turn(pretended: Any, r
     request, other = FakeRequest("a", PROMPT[:13]), FakeRequest("b", [9] * 17)
     one.scheduler.begin(request, NOBODY)
     one.scheduler.begin(other, NOBODY)
-    one.step([Scheduled("a", range(8), True, 0, 13)], lambda: one.compute(request, range(8), 0, 12))
+    one.step([Scheduled("a", [range(8)], True, 0, 13)], lambda: one.compute(request, range(8), 0, 12))
     request.append(*range(100, 112))
-    one.step([Scheduled("a", [], False, 13, 24)], lambda: one.compute(request, range(8), 12, 24))
+    one.step([Scheduled("a", (), False, 13, 24)], lambda: one.compute(request, range(8), 12, 24))
     one.settle()
-    one.scheduler.end("a", range(6))
+    one.scheduler.end("a", [range(6)])
     assert one.scheduler.busy, "the engine has to make a step"
     one.step()
-    one.step([Scheduled("b", range(5), True, 0, 17)], lambda: one.compute(other, range(5), 0, 17))
+    one.step([Scheduled("b", [range(5)], True, 0, 17)], lambda: one.compute(other, range(5), 0, 17))
     one.settle()
     assert one.serve(FakeRequest("c", [*request.tokens, 1, 2, 3]), range(8, 16)) == 24
 
@@ -214,25 +214,25 @@ def test_every_rank_has_read_the_blocks_of_a_request_that_is_over_before_they_ar
     one = pretended(tiers=[MEMORY], ranks=2, save_decode_cache=True)
     request = FakeRequest("a", PROMPT[:7])
     one.scheduler.begin(request, NOBODY)
-    one.step([Scheduled("a", range(4), True, 0, 8)], lambda: one.compute(request, range(4), 0, 8))
+    one.step([Scheduled("a", [range(4)], True, 0, 8)], lambda: one.compute(request, range(4), 0, 8))
     one.settle()
     request.append(50, 51)
-    one.scheduler.end("a", range(3))
+    one.scheduler.end("a", [range(3)])
     (save,) = one.scheduler.orders(()).step.ended
     other = FakeRequest("b", [9] * 17)
     one.scheduler.begin(other, NOBODY)
     one.scheduler.report(Report(saved=Counter({save.number: 1})))
     assert one.scheduler.busy
-    assert one.scheduler.orders([Scheduled("b", range(5), True, 0, 17)]).step.fence == (save.number,)
+    assert one.scheduler.orders([Scheduled("b", [range(5)], True, 0, 17)]).step.fence == (save.number,)
 
 
 def test_routers_are_told_of_what_is_saved_when_a_request_is_over(pretended: Any) -> None:
     one = pretended(tiers=[MEMORY], save_decode_cache=True)
     request = FakeRequest("a", PROMPT[:7])
     one.scheduler.begin(request, NOBODY)
-    one.step([Scheduled("a", range(4), True, 0, 8)], lambda: one.compute(request, range(4), 0, 8))
+    one.step([Scheduled("a", [range(4)], True, 0, 8)], lambda: one.compute(request, range(4), 0, 8))
     request.append(50, 51)
-    one.scheduler.end("a", range(3))
+    one.scheduler.end("a", [range(3)])
     one.settle()
     (told,) = one.scheduler.announcements()
     assert (told.what, told.blocks.hashes) == ("stored", tuple(request.block_hashes[:2]))
@@ -248,7 +248,7 @@ def test_routers_are_told_what_came_and_what_left(pretended: Any, tmp_path: Path
         assert [blocks.hashes for blocks in mine] == [tuple(request.block_hashes[at : at + 2]) for at in (0, 2, 4)]
         assert [blocks.parent for blocks in mine] == [None, request.block_hashes[1], request.block_hashes[3]]
         assert [token for blocks in mine for token in blocks.tokens] == PROMPT[:24]
-    keys = [segment.key for segment in one.workers[0]._names.segments(one_chunks(one, PROMPT))]
+    keys = [segment.key for segment in one.workers[0]._parts[0].names.segments(one_chunks(one, PROMPT))]
     one.engines[0].tiers["memory"].remove(keys[2:])
     told: list[Any] = []
     one.step_until(lambda: bool(told.extend(one.scheduler.announcements()) or told))
@@ -327,7 +327,7 @@ def test_what_the_engines_own_cache_answers_stays_in_use(pretended: Any) -> None
         one.serve(FakeRequest(name, list(tokens)), range(8))
     request = FakeRequest("again", PROMPT[:])
     one.scheduler.begin(request, NOBODY)
-    one.step([Scheduled("again", range(8), True, 24, 27)])
+    one.step([Scheduled("again", [range(8)], True, 24, 27)])
     one.settle()
     one.scheduler.end("again")
     one.serve(FakeRequest("c", [9] * 27), range(8, 16))
@@ -343,7 +343,7 @@ def test_a_step_without_work_waits_a_little_for_what_is_under_way(
     one = pretended(tiers=[MEMORY])
     one.serve(FakeRequest("a", PROMPT[:]), range(8))
     request = FakeRequest("b", PROMPT[:])
-    one.scheduler.load(request, range(8, 16), one.matched(request))
+    one.scheduler.load(request, [range(8, 16)], one.matched(request))
     orders, worker = one.scheduler.orders((), idle=True), one.workers[0]
     worker.fence(orders)
     worker.begin(orders)

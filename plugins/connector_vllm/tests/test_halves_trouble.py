@@ -41,7 +41,7 @@ def test_a_request_whose_load_failed_does_not_try_for_ever(
     request = FakeRequest("b", PROMPT[:])
     tokens = two.matched(request)
     assert tokens == 24
-    two.scheduler.load(request, range(8), tokens)
+    two.scheduler.load(request, [range(8)], tokens)
     two.step_until_over()
     assert two.failed == set(range(6))
     assert two.matched(request) == 0
@@ -56,18 +56,18 @@ def test_what_was_planned_before_a_failure_was_known_is_not_saved(pretended: Any
             path.write_bytes(b"")
     two = pretended(tiers=[disk(tmp_path)], asynchronous=False)
     request = FakeRequest("b", [*PROMPT[:16], *range(50, 70)])
-    two.scheduler.load(request, range(9), two.matched(request))
+    two.scheduler.load(request, [range(9)], two.matched(request))
     nonsense = torch.full((two.elements,), float("nan"))
 
     def compute() -> None:
         for view in two.memory[0]:
             view[:9] = nonsense
 
-    two.step([Scheduled("b", range(9), True, 16, 36)], compute)
+    two.step([Scheduled("b", [range(9)], True, 16, 36)], compute)
     two.settle()
     assert two.failed, "the engine is told"
     three = pretended(tiers=[disk(tmp_path)])
-    segments = three.workers[0]._names.segments(one_chunks(three, request.tokens))
+    segments = three.workers[0]._parts[0].names.segments(one_chunks(three, request.tokens))
     assert len(segments) == 4 and three.index.locate(segments) == [None] * 4
 
 
@@ -84,11 +84,11 @@ def test_a_block_that_is_given_away_is_read_first(pretended: Any, monkeypatch: p
     monkeypatch.setattr(one.engines[0].connector, "read", slow)
     first, second = FakeRequest("a", PROMPT[:]), FakeRequest("b", [7] * 27)
     one.scheduler.begin(first, NOBODY)
-    one.step([Scheduled("a", range(8), True, 0, 27)], lambda: one.compute(first, range(8), 0, 27))
+    one.step([Scheduled("a", [range(8)], True, 0, 27)], lambda: one.compute(first, range(8), 0, 27))
     one.scheduler.end("a")
     one.scheduler.begin(second, NOBODY)
     threading.Thread(target=lambda: (began.wait(20), time.sleep(0.2), go_on.set())).start()
-    one.step([Scheduled("b", range(8), True, 0, 27)], lambda: one.compute(second, range(8), 0, 27))
+    one.step([Scheduled("b", [range(8)], True, 0, 27)], lambda: one.compute(second, range(8), 0, 27))
     assert began.is_set()
     one.settle()
     assert one.serve(FakeRequest("c", PROMPT[:]), range(8, 16)) == 24, "and it is right"
@@ -103,11 +103,11 @@ def test_a_save_that_does_not_end_is_given_up(pretended: Any, monkeypatch: pytes
     monkeypatch.setattr(storer, "_reserve", lambda *args, **kw: (hanging.wait(20), reserve(*args, **kw))[1])
     first, second = FakeRequest("a", PROMPT[:]), FakeRequest("b", [7] * 27)
     one.scheduler.begin(first, NOBODY)
-    one.step([Scheduled("a", range(8), True, 0, 27)], lambda: one.compute(first, range(8), 0, 27))
+    one.step([Scheduled("a", [range(8)], True, 0, 27)], lambda: one.compute(first, range(8), 0, 27))
     one.scheduler.end("a")
     one.scheduler.begin(second, NOBODY)
     began = time.monotonic()
-    one.step([Scheduled("b", range(8), True, 0, 27)], lambda: one.compute(second, range(8), 0, 27))
+    one.step([Scheduled("b", [range(8)], True, 0, 27)], lambda: one.compute(second, range(8), 0, 27))
     assert time.monotonic() - began < 10
     hanging.set()
     one.settle()
@@ -127,7 +127,7 @@ def test_a_request_that_is_over_gets_no_kv(pretended: Any, tmp_path: Path, monke
 
     monkeypatch.setattr(two.engines[0]._stack.loader, "fetch", late)
     request = FakeRequest("b", PROMPT[:])
-    two.scheduler.load(request, range(8), two.matched(request))
+    two.scheduler.load(request, [range(8)], two.matched(request))
     two.step()
     assert began.wait(20)
     two.scheduler.end("b")
@@ -150,10 +150,10 @@ def test_a_save_that_has_not_begun_when_its_blocks_are_needed_never_does(
     first, second = FakeRequest("a", PROMPT[:]), FakeRequest("b", [7] * 27)
     one.workers[0]._calls.submit(one.engines[0].touch, ())  # what the save queues behind
     one.scheduler.begin(first, NOBODY)
-    one.step([Scheduled("a", range(8), True, 0, 27)], lambda: one.compute(first, range(8), 0, 27))
+    one.step([Scheduled("a", [range(8)], True, 0, 27)], lambda: one.compute(first, range(8), 0, 27))
     one.scheduler.end("a")
     one.scheduler.begin(second, NOBODY)
-    one.step([Scheduled("b", range(8), True, 0, 27)], lambda: one.compute(second, range(8), 0, 27))
+    one.step([Scheduled("b", [range(8)], True, 0, 27)], lambda: one.compute(second, range(8), 0, 27))
     go_on.set()
     one.settle()
     assert len(saved) == 1
@@ -190,18 +190,18 @@ def test_all_who_read_a_block_are_fenced(pretended: Any, monkeypatch: pytest.Mon
     for request in (first, second):
         one.scheduler.begin(request, NOBODY)
         computed = 0 if request is first else 24
-        part = Scheduled(request.request_id, range(8), True, computed, 27)
+        part = Scheduled(request.request_id, [range(8)], True, computed, 27)
         one.step([part], lambda request=request: one.compute(request, range(8), 0, 27))
     one.scheduler.end("a")
     one.scheduler.end("b")
     one.scheduler.begin(third, NOBODY)
-    one.step([Scheduled("c", range(8), True, 0, 27)], lambda: one.compute(third, range(8), 0, 27))
+    one.step([Scheduled("c", [range(8)], True, 0, 27)], lambda: one.compute(third, range(8), 0, 27))
     go_on.set()
     one.settle()
     tokens = one.matched(FakeRequest("d", [1] * 27))
     if tokens:
         request = FakeRequest("e", [1] * 27)
-        one.scheduler.load(request, range(8, 16), one.matched(request))
+        one.scheduler.load(request, [range(8, 16)], one.matched(request))
         one.step_until_over()
         assert one.right(request, range(8, 16), tokens)
     assert one.serve(FakeRequest("f", [2] * 27), range(16, 24)) in (0, 24)
@@ -217,7 +217,7 @@ def test_whatever_a_save_raises_stays_here(pretended: Any, monkeypatch: pytest.M
     for name, tokens in (("a", PROMPT), ("b", [3] * 27)):
         request = FakeRequest(name, list(tokens))
         one.scheduler.begin(request, NOBODY)
-        one.step([Scheduled(name, range(8), True, 0, 27)])
+        one.step([Scheduled(name, [range(8)], True, 0, 27)])
         one.scheduler.end(name)
     one.settle()
     assert one.matched(FakeRequest("c", PROMPT[:])) == 0
@@ -235,9 +235,9 @@ def test_what_a_client_calls_its_request_cannot_forge_a_log(
     for verb in ("save", "load"):
         monkeypatch.setattr(one.engines[0], verb, broken)
     loads, saves = FakeRequest(name, PROMPT[:]), FakeRequest(f"{name}2", [3] * 27)
-    one.scheduler.load(loads, range(8, 16), one.matched(loads))
+    one.scheduler.load(loads, [range(8, 16)], one.matched(loads))
     one.scheduler.begin(saves, NOBODY)
-    one.step([Scheduled(saves.request_id, range(16, 24), True, 0, 27)])
+    one.step([Scheduled(saves.request_id, [range(16, 24)], True, 0, 27)])
     one.settle()
     said = [record.getMessage() for record in caplog.records if "out of memory" in record.getMessage()]
     assert len(said) == 2 and all(len(text) < 500 and text.isprintable() for text in said)

@@ -2,47 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
 from vllm_fakes import BLOCK, FakeRequest
 
 from kvloom import leading
-from kvloom_connector_vllm.plan import IDLE, Offer, Owner, Scheduled
+from kvloom_connector_vllm.plan import IDLE, Group, Hit, Offer, Owner, Scheduled
 from kvloom_connector_vllm.planner import Planner
-from kvloom_connector_vllm.tail import Pieces
+from kvloom_connector_vllm.tail import Piece, Pieces
 
 CHUNK = 2 * BLOCK
 NOBODY = Owner()
 
 
-def planner(**settings: Any) -> Planner:
-    usual = {
-        "block_tokens": BLOCK,
-        "chunk_tokens": CHUNK,
-        "hash_tokens": BLOCK,
-        "save_generated": False,
-        "tails": False,
-    }
-    return Planner(**{**usual, **settings})
+def planner(*, block_tokens: int = BLOCK, chunk_tokens: int = CHUNK, **settings: Any) -> Planner:
+    usual = {"hash_tokens": BLOCK, "save_generated": False, "tails": False}
+    return Planner([Group(block_tokens, chunk_tokens)], **{**usual, **settings})
+
+
+def reached(one: Planner, local: int, held: Sequence[bool], pieces: Collection[bytes] = ()) -> Hit:
+    """What can be had of request `r`, if these chunks are held and pieces of these digests."""
+
+    def there(group: int, number: int) -> list[Piece]:
+        found = [piece for piece in one.pieces_of("r", group, number).pieces if piece.digest in pieces]
+        return leading(found, number * one.chunk_tokens)
+
+    return one.reach("r", local, [held], there)[0]
 
 
 def loadable(one: Planner, local: int, held: Sequence[bool]) -> int:
-    return one.loadable("r", local, Offer(one.held(local, held)))
+    return one.loadable("r", local, reached(one, local, held))
 
 
 def test_a_prompt_is_saved_by_whole_chunks_as_it_is_computed() -> None:
     one, request = planner(), FakeRequest("r", list(range(21)))
     one.begin(request, NOBODY)
-    first = one.step([Scheduled("r", [5, 6, 7, 8, 9, 4], True, 0, 10)])
+    first = one.step([Scheduled("r", [[5, 6, 7, 8, 9, 4]], True, 0, 10)])
     (save,) = first.saves
     assert (save.chunks.first, save.first_block, save.blocks) == (0, 0, (5, 6))
     assert save.chunks.digests == (request.block_hashes[1],)
     assert first.touched[0].digests == (request.block_hashes[1], request.block_hashes[3])
-    (save,) = one.step([Scheduled("r", [], False, 10, 21)]).saves
+    (save,) = one.step([Scheduled("r", (), False, 10, 21)]).saves
     assert (save.chunks.first, save.first_block, save.blocks) == (1, 2, (7, 8))
-    assert one.step([Scheduled("r", [], False, 21, 22)]) is IDLE
+    assert one.step([Scheduled("r", (), False, 21, 22)]) is IDLE
 
 
 @pytest.mark.parametrize(("local", "held", "tokens"), [
@@ -60,7 +64,7 @@ def test_a_token_is_left_to_compute() -> None:
     one = planner()
     one.begin(FakeRequest("r", list(range(16))), NOBODY)
     assert loadable(one, 0, [True, True]) == 12
-    move = one.load("r", [1, 2, 3, 4], 12)
+    (move,) = one.load("r", [[1, 2, 3, 4]], 12)
     assert (move.chunks.first, len(move.chunks.digests), move.first_block, move.blocks) == (0, 2, 0, (1, 2, 3, -1))
 
 
@@ -68,7 +72,7 @@ def test_part_of_a_chunk_is_loaded_behind_what_is_there() -> None:
     one = planner()
     one.begin(FakeRequest("r", list(range(40))), NOBODY)
     assert loadable(one, 12, [True] * 5) == 24
-    move = one.load("r", list(range(10)), 24)
+    (move,) = one.load("r", [list(range(10))], 24)
     assert (move.chunks.first, len(move.chunks.digests), move.first_block) == (1, 4, 2)
     assert move.blocks == (-1, 3, 4, 5, 6, 7, 8, -1)
 
@@ -77,11 +81,11 @@ def test_generated_tokens_are_saved_if_asked_for() -> None:
     for save_generated, expected in ((False, 1), (True, 2)):
         one, request = planner(save_generated=save_generated), FakeRequest("r", list(range(10)))
         one.begin(request, NOBODY)
-        saves = list(one.step([Scheduled("r", [1, 2, 3], True, 0, 10)]).saves)
+        saves = list(one.step([Scheduled("r", [[1, 2, 3]], True, 0, 10)]).saves)
         for position in range(10, 17):
             request.append(position)
             blocks = [position // BLOCK + 1] if position % BLOCK == 0 and position >= 12 else []
-            saves += one.step([Scheduled("r", blocks, False, position, position + 1)]).saves
+            saves += one.step([Scheduled("r", [blocks], False, position, position + 1)]).saves
         assert len(saves) == expected
 
 
@@ -95,12 +99,12 @@ def test_a_request_that_is_over_is_saved_to_its_last_whole_block(
     one, request = planner(chunk_tokens=16, tails=True, save_generated=True), FakeRequest("r", list(range(23)))
     table = list(range(20))
     one.begin(request, NOBODY)
-    saved = list(one.step([Scheduled("r", table, True, 0, 23)]).saves)
+    saved = list(one.step([Scheduled("r", [table], True, 0, 23)]).saves)
     for position in range(23, 23 + generated):
         request.append(position)
-        saved += one.step([Scheduled("r", [], False, position, position + 1)]).saves
+        saved += one.step([Scheduled("r", (), False, position, position + 1)]).saves
     assert sum(len(save.chunks.digests) for save in saved) == 1 + digests
-    one.end("r", table)
+    one.end("r", [table])
     ended = one.step([]).ended
     assert [(piece.start, piece.end) for save in ended for piece in save.chunks.pieces] == cuts
     assert [save.blocks for save in ended] == [
@@ -112,14 +116,14 @@ def test_a_step_that_needs_the_blocks_of_a_request_that_is_over_does_not_wait_fo
     one = planner(chunk_tokens=16, save_generated=True, tails=True)
     for name in "abc":
         one.begin(FakeRequest(name, [ord(name)] * 9), NOBODY)
-    first = one.step([Scheduled("a", [1, 2, 3], True, 0, 9), Scheduled("b", [4, 5, 6], True, 0, 9)])
+    first = one.step([Scheduled("a", [[1, 2, 3]], True, 0, 9), Scheduled("b", [[4, 5, 6]], True, 0, 9)])
     one.done([save.number for save in first.saves])
     for name, blocks in (("a", [1, 2, 3, 7]), ("b", [4, 5, 6])):
         request = one.request(name)
         request.append(*range(4))
-        one.step([Scheduled(name, blocks[3:], False, 9, 13)])
-    assert one.end("a", [1, 2, 3, 7]) is not None and one.end("b", [4, 5, 6]) is not None
-    step = one.step([Scheduled("c", [2, 3, 8], True, 0, 9)])
+        one.step([Scheduled(name, [blocks[3:]], False, 9, 13)])
+    assert one.end("a", [[1, 2, 3, 7]]) and one.end("b", [[4, 5, 6]])
+    step = one.step([Scheduled("c", [[2, 3, 8]], True, 0, 9)])
     assert [save.request for save in step.ended] == ["b"] and step.fence == ()
 
 
@@ -143,20 +147,20 @@ def test_nothing_is_saved_of_a_request_whose_kv_is_not_there(why: str) -> None:
     request = FakeRequest("r", list(range(14)))
     one.begin(request, NOBODY)
     table = [1, 2, 3, 4, 5, 6]
-    one.step([Scheduled("r", table, True, 0, 14)])
+    one.step([Scheduled("r", [table], True, 0, 14)])
     request.append(*range(20, 28))
-    one.step([Scheduled("r", [], False, 14, 21)])
+    one.step([Scheduled("r", (), False, 14, 21)])
     reading = len(one.reading)
     if why == "loading":  # it was preempted
-        one.loadable("r", 0, Offer(1))
-        one.load("r", table, 16)
+        loadable(one, 0, [True])
+        one.load("r", [table], 16)
         one.step([])
         one.loaded("r")
     if why == "failed":
         one.doubt(["r"])
     if why == "reset":
         one.seal()
-    one.end("r", () if why == "preempted" else table)
+    one.end("r", () if why == "preempted" else [table])
     if why == "failed after":
         one.doubt(["r"])
     if why == "another's failed":
@@ -170,37 +174,37 @@ def test_nothing_is_saved_of_a_request_whose_kv_is_not_there(why: str) -> None:
 def test_an_engine_that_only_loads_saves_nothing() -> None:
     one = planner(save=False)
     one.begin(FakeRequest("r", list(range(20))), NOBODY)
-    assert one.step([Scheduled("r", [1, 2, 3, 4, 5], True, 0, 20)]).saves == ()
+    assert one.step([Scheduled("r", [[1, 2, 3, 4, 5]], True, 0, 20)]).saves == ()
 
 
 def test_blocks_that_are_being_read_are_fenced_until_they_are_not() -> None:
     one = planner()
     for name, blocks in (("a", [1, 2, 3]), ("b", [4, 1, 5])):
         one.begin(FakeRequest(name, [ord(name)] * 10), NOBODY)
-        step = one.step([Scheduled(name, blocks, True, 0, 10)])
+        step = one.step([Scheduled(name, [blocks], True, 0, 10)])
         assert step.fence == (() if name == "a" else (1,))
         one.end(name)
     one.done([1, 2])
     one.begin(FakeRequest("c", [9] * 10), NOBODY)
-    assert one.step([Scheduled("c", [1, 2, 4], True, 0, 10)]).fence == ()
+    assert one.step([Scheduled("c", [[1, 2, 4]], True, 0, 10)]).fence == ()
 
 
 def test_blocks_that_are_shared_and_only_read_are_not_fenced() -> None:
     one = planner()
     for name in "ab":
         one.begin(FakeRequest(name, list(range(10))), NOBODY)
-    one.step([Scheduled("a", [1, 2, 3], True, 0, 10)])
-    assert one.step([Scheduled("b", [1, 2, 7], True, 8, 10)]).fence == ()
+    one.step([Scheduled("a", [[1, 2, 3]], True, 0, 10)])
+    assert one.step([Scheduled("b", [[1, 2, 7]], True, 8, 10)]).fence == ()
 
 
 def test_a_load_into_a_block_that_is_being_read_is_fenced() -> None:
     one = planner()
     for name in "ab":
         one.begin(FakeRequest(name, list(range(20))), NOBODY)
-    (save,) = one.step([Scheduled("a", [1, 2, 3, 4, 5], True, 0, 9)]).saves
+    (save,) = one.step([Scheduled("a", [[1, 2, 3, 4, 5]], True, 0, 9)]).saves
     one.end("a")
-    one.loadable("b", 0, Offer(2))
-    one.load("b", [2, 1, 7, 8, 9], 16)
+    one.loadable("b", 0, Hit(16, (Offer(2),)))
+    one.load("b", [[2, 1, 7, 8, 9]], 16)
     assert one.step([]).fence == (save.number,)
 
 
@@ -208,7 +212,7 @@ def test_a_load_of_a_request_that_is_over_is_cancelled_once() -> None:
     one = planner()
     one.begin(FakeRequest("r", list(range(20))), NOBODY)
     loadable(one, 0, [True, True])
-    one.load("r", [1, 2, 3, 4, 5], 16)
+    one.load("r", [[1, 2, 3, 4, 5]], 16)
     one.end("r")
     step = one.step([])
     assert [load.request for load in step.loads] == ["r"] and step.cancelled == ("r",), "the engine waits for its end"
@@ -219,12 +223,12 @@ def test_after_a_failed_load_it_computes_and_saves_again() -> None:
     one = planner()
     one.begin(FakeRequest("r", list(range(20))), NOBODY)
     loadable(one, 0, [True, True])
-    one.load("r", [1, 2, 3, 4, 5], 16)
+    one.load("r", [[1, 2, 3, 4, 5]], 16)
     one.step([])
     one.loaded("r")
     one.doubt(["r"])
     assert loadable(one, 0, [True, True]) == 0
-    (save,) = one.step([Scheduled("r", [1, 2, 3, 4, 5], True, 0, 20)]).saves
+    (save,) = one.step([Scheduled("r", [[1, 2, 3, 4, 5]], True, 0, 20)]).saves
     assert save.blocks == (1, 2, 3, 4)
 
 
@@ -236,13 +240,13 @@ def test_the_tail_of_a_prompt_is_saved_in_pieces(tokens: int, cuts: list[tuple[i
     one, request = planner(chunk_tokens=16, tails=True), FakeRequest("r", list(range(tokens)))
     one.begin(request, NOBODY)
     table = list(range(12))
-    step = one.step([Scheduled("r", table, True, 0, tokens)])
+    step = one.step([Scheduled("r", [table], True, 0, tokens)])
     (save,) = step.saves or ()
     assert [(piece.start, piece.end) for piece in save.chunks.pieces] == cuts
     assert len(save.chunks.digests) == tokens // 16 and save.blocks == tuple(table[: tokens // BLOCK])
     assert step.touched == (save.chunks,)
     request.append(7)
-    assert not one.step([Scheduled("r", [], False, tokens, tokens + 1)]).saves or (tokens + 1) % 16 == 0, "once"
+    assert not one.step([Scheduled("r", (), False, tokens, tokens + 1)]).saves or (tokens + 1) % 16 == 0, "once"
 
 
 def test_a_chunk_that_is_whole_is_not_saved_in_pieces() -> None:
@@ -251,7 +255,7 @@ def test_a_chunk_that_is_whole_is_not_saved_in_pieces() -> None:
     one.begin(request, NOBODY)
     request.append(*range(8))
     one.doubt(["r"])
-    (save,) = one.step([Scheduled("r", [1, 2, 3, 4, 5], True, 0, 20)]).saves
+    (save,) = one.step([Scheduled("r", [[1, 2, 3, 4, 5]], True, 0, 20)]).saves
     assert (len(save.chunks.digests), save.chunks.pieces, save.blocks) == (1, (), (1, 2, 3, 4))
 
 
@@ -259,28 +263,28 @@ def test_a_chunk_that_is_whole_is_not_saved_in_pieces() -> None:
 def test_a_tail_that_was_loaded_is_not_saved_again(local: int, pieces: int) -> None:
     one = planner(chunk_tokens=16, tails=True)
     one.begin(FakeRequest("r", list(range(15))), NOBODY)
-    assert one.loadable("r", local, Offer(0, tuple(leading(one.pieces_of("r", 0).pieces, 0)))) == 12 - local
-    move = one.load("r", [1, 2, 3, 4], 12 - local)
+    every = {piece.digest for piece in one.pieces_of("r", 0, 0).pieces}
+    assert one.loadable("r", local, reached(one, local, [], every)) == 12 - local
+    (move,) = one.load("r", [[1, 2, 3, 4]], 12 - local)
     assert (len(move.chunks.pieces), move.first_block, move.blocks) == (
         pieces,
         local // BLOCK,
         (1, 2, 3)[local // BLOCK :],
     )
-    assert one.step([Scheduled("r", [1, 2, 3, 4], True, 12, 15)]).saves == ()
+    assert one.step([Scheduled("r", [[1, 2, 3, 4]], True, 12, 15)]).saves == ()
 
 
 def test_a_longer_prompt_finds_the_tail_of_a_shorter_one() -> None:
     for tokens in range(1, 33):
         one, short = planner(chunk_tokens=16, tails=True), FakeRequest("short", list(range(tokens)))
         one.begin(short, NOBODY)
-        saves = one.step([Scheduled("short", list(range(10)), True, 0, tokens)]).saves
+        saves = one.step([Scheduled("short", [list(range(10))], True, 0, tokens)]).saves
         stored = {digest for save in saves for digest in save.chunks.digests}
         stored |= {piece.digest for save in saves for piece in save.chunks.pieces}
         for longer in range(tokens + 1, 40):
             one.begin(FakeRequest("r", list(range(longer))), NOBODY)
-            count = one.held(0, [digest in stored for digest in one.chunks("r").digests])
-            there = [piece for piece in one.pieces_of("r", count).pieces if piece.digest in stored]
-            assert one.loadable("r", 0, Offer(count, tuple(leading(there, count * 16)))) == tokens // BLOCK * BLOCK
+            held = [digest in stored for digest in one.chunks("r")[0].digests]
+            assert one.loadable("r", 0, reached(one, 0, held, stored)) == tokens // BLOCK * BLOCK
             one.end("r")
 
 

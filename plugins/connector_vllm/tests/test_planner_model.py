@@ -3,37 +3,104 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
-from hypothesis import settings
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from test_planner import NOBODY, planner
+from test_planner import NOBODY
 from vllm_fakes import BLOCK, FakeRequest
 
 from kvloom import leading
-from kvloom_connector_vllm.plan import Chunks, Move, Offer, Scheduled
+from kvloom_connector_vllm.plan import NULL, Chunks, Group, Move, Scheduled
+from kvloom_connector_vllm.planner import Planner
+from kvloom_connector_vllm.reach import reach
+from kvloom_connector_vllm.tail import Piece
+
+KINDS = (
+    [{}], [{"window": 7}], [{}, {"window": 9}], [{"window": 5}, {}, {"window": 20}], [{}, {"span": 12}],
+    [{"window": 16}, {"window": 3}], [{}, {"window": 8, "blocks": 2}], [{"blocks": 2}, {"window": 13}],
+)  # fmt: skip
+"""Models: of each group of layers, what a token attends to, and the size of a block in the smallest ones."""
+
+
+def groups_of(kinds: Sequence[dict[str, int]], blocks: int) -> list[Group]:
+    """blocks: of a chunk."""
+    unit = BLOCK * max(kind.get("blocks", 1) for kind in kinds)
+    return [
+        Group.of(
+            BLOCK * kind.get("blocks", 1), most=blocks * unit, unit=unit,
+            window=kind.get("window", 0), span=kind.get("span", 0),
+        )
+        for kind in kinds
+    ]  # fmt: skip
 
 
 class Engine(RuleBasedStateMachine):
-    """Requests that share prefixes, over few blocks, preempted and ended at any time; memory holds what it should."""
+    """Requests that share prefixes, over few blocks, preempted and ended at any time; memory holds what it should.
 
-    @initialize(save_generated=st.booleans(), tails=st.booleans(), blocks=st.integers(1, 5))
-    def open(self, save_generated: bool, tails: bool, blocks: int) -> None:
-        self.planner = planner(save_generated=save_generated, tails=tails, chunk_tokens=blocks * BLOCK)
-        self.memory: dict[int, list[int | None]] = {block: [None] * BLOCK for block in range(14)}
+    Blocks are any group's, and leave a window as soon as vLLM would have them leave. What is computed with is right.
+    """
+
+    @initialize(
+        kinds=st.sampled_from(KINDS), save_generated=st.booleans(), tails=st.booleans(), blocks=st.integers(1, 5)
+    )
+    def open(self, kinds: Sequence[dict[str, int]], save_generated: bool, tails: bool, blocks: int) -> None:
+        self.groups = groups_of(kinds, blocks)
+        self.planner = Planner(self.groups, hash_tokens=BLOCK, save_generated=save_generated, tails=tails)
+        self.unit = max(group.block_tokens for group in self.groups)
+        # By block, and by the token in it.
+        self.memory: dict[int, list[object]] = {block: [None] * 2 * BLOCK for block in range(1, 16 + 10 * len(kinds))}
         self.free = list(self.memory)
         self.requests: dict[str, FakeRequest] = {}
-        self.tables: dict[str, list[int]] = {}
+        self.tables: dict[str, list[list[int]]] = {}
         self.computed: dict[str, int] = {}
-        self.store: dict[bytes, tuple[int, ...]] = {}
+        self.store: dict[tuple[int, bytes], tuple[object, ...]] = {}
         self.reading: dict[int, Move] = {}
-        self.expected: dict[bytes, tuple[int, ...]] = {}
+        self.expected: dict[tuple[int, bytes], tuple[object, ...]] = {}
         self.pending: set[int] = set()
         self.count = 0
 
-    def _token(self, request: FakeRequest, position: int) -> int:
+    def _token(self, request: FakeRequest, group: int, position: int) -> object:
         """The KV of a token, for a model whose KV is a digest of everything up to it."""
-        return hash(tuple(request.tokens[: position + 1]))
+        return group, hash(tuple(request.tokens[: position + 1]))
+
+    def _there(self, name: str, group: int, position: int) -> object:
+        size = self.groups[group].block_tokens
+        block = self.tables[name][group][position // size]
+        return None if block == NULL else self.memory[block][position % size]
+
+    def _attended(self, name: str, tokens: int) -> None:
+        """What the token behind these attends to is there."""
+        for number, group in enumerate(self.groups):
+            for position in range(group.first(tokens), tokens):
+                right = self._token(self.requests[name], number, position)
+                assert self._there(name, number, position) == right, "it is computed with the KV of these tokens"
+
+    def _grow(self, name: str, tokens: int) -> list[list[int]]:
+        """Give a request blocks for so many tokens; return the new ones. It has to fit."""
+        new = []
+        for group, table in zip(self.groups, self.tables[name], strict=True):
+            need = -(-tokens // group.block_tokens) - len(table)
+            new.append([self.free.pop((7 * self.count) % len(self.free)) for _ in range(need)])
+            table.extend(new[-1])
+        return new
+
+    def _fits(self, name: str, tokens: int) -> bool:
+        tables = self.tables.get(name) or [[] for _ in self.groups]
+        needed = (
+            -(-tokens // group.block_tokens) - len(table) for group, table in zip(self.groups, tables, strict=True)
+        )
+        return sum(needed) <= len(self.free)
+
+    def _give_up(self, name: str, tokens: int) -> None:
+        """Free the blocks that no token behind these attends to."""
+        for group, table in zip(self.groups, self.tables[name], strict=True):
+            for index in range(min(len(table), group.first(tokens) // group.block_tokens)):
+                if table[index] != NULL:
+                    self.free.insert(0, table[index])
+                    table[index] = NULL
 
     @rule(prefix=st.integers(0, 2), shared=st.integers(0, 20), own=st.integers(1, 12))
     def arrive(self, prefix: int, shared: int, own: int) -> None:
@@ -50,32 +117,49 @@ class Engine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from([name for name in self.requests if name not in self.tables]))
         request = self.requests[name]
         self.planner.begin(request, NOBODY)
-        need = -(-(request.num_tokens + 8) // BLOCK)
-        if need > len(self.free):
+        if not self._fits(name, request.num_tokens):
             return
-        table = [self.free.pop(data.draw(st.integers(0, len(self.free) - 1))) for _ in range(need)]
-        digests = self.planner.chunks(name).digests
-        local = data.draw(st.integers(0, (request.num_tokens - 1) // BLOCK)) * BLOCK
+        local = data.draw(st.integers(0, (request.num_tokens - 1) // self.unit)) * self.unit
+        held = [
+            [(group, digest) in self.store for digest in chunks.digests]
+            for group, chunks in enumerate(self.planner.chunks(name))
+        ]
+
+        def pieces(group: int, number: int) -> list[Piece]:
+            found = [
+                piece for piece in self.planner.pieces_of(name, group, number).pieces
+                if (group, piece.digest) in self.store
+            ]  # fmt: skip
+            return leading(found, number * self.groups[group].chunk_tokens)
+
+        hit, _ = self.planner.reach(name, local, held, pieces)
+        tokens = self.planner.loadable(name, local, hit)
+        assert tokens % self.unit == 0 and local + tokens < request.num_tokens
+        self.tables[name] = [
+            [NULL] * (group.first(local + tokens) // group.block_tokens) for group in self.groups
+        ]  # fmt: skip
+        self._grow(name, local + tokens)
+        self._own_cache(name, local)
+        if tokens:
+            self.planner.load(name, self.tables[name], tokens)
+            self._step([])
+            self.planner.loaded(name)
+        self._attended(name, local + tokens)
+        self.computed[name] = local + tokens
+        self._compute(name, data.draw(st.integers(1, request.num_tokens - local - tokens)), fresh=True)
+
+    def _own_cache(self, name: str, local: int) -> None:
+        """The engine's own prefix cache has the first tokens; nothing else wants these blocks now."""
         if local:
             self._step([])
             for number in list(self.reading):
                 self._read(number)
-        for position in range(local):  # the engine's own prefix cache has them
-            block = self.memory[table[position // BLOCK]]
-            block[position % BLOCK] = self._token(request, position)
-        count = self.planner.held(local, [digest in self.store for digest in digests])
-        there = [piece for piece in self.planner.pieces_of(name, count).pieces if piece.digest in self.store]
-        pieces = tuple(leading(there, count * self.planner.chunk_tokens))
-        tokens = self.planner.loadable(name, local, Offer(count, pieces))
-        if tokens:
-            self.planner.load(name, table, tokens)
-            self._step([])
-            self.planner.loaded(name)
-            request_kv = [self._token(request, position) for position in range(local + tokens)]
-            found = [self.memory[table[position // BLOCK]][position % BLOCK] for position in range(local + tokens)]
-            assert found == request_kv, "what was loaded is the KV of these tokens"
-        self.tables[name], self.computed[name] = table, local + tokens
-        self._compute(name, data.draw(st.integers(1, request.num_tokens - local - tokens)), fresh=True)
+        for number, group in enumerate(self.groups):
+            for position in range(local):
+                block = self.tables[name][number][position // group.block_tokens]
+                if block != NULL:
+                    right = self._token(self.requests[name], number, position)
+                    self.memory[block][position % group.block_tokens] = right
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
@@ -84,18 +168,22 @@ class Engine(RuleBasedStateMachine):
         request = self.requests[name]
         left = request.num_tokens - self.computed[name]
         if left == 0:
-            if request.num_tokens >= len(self.tables[name]) * BLOCK:
-                return self.finish_named(name)
             request.append(1000 + request.num_tokens)
             left = 1
-        return self._compute(name, data.draw(st.integers(1, left)), fresh=False)
+        count = data.draw(st.integers(1, left))
+        self._give_up(name, self.computed[name])
+        if not self._fits(name, self.computed[name] + count):
+            return self.finish_named(name)
+        return self._compute(name, count, fresh=False)
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
         """Its blocks go at once, to be reused; it comes back like a new one."""
-        name = data.draw(st.sampled_from(sorted(self.tables)))
-        self.free += self.tables.pop(name)
+        self._free(data.draw(st.sampled_from(sorted(self.tables))))
+
+    def _free(self, name: str) -> None:
+        self.free += [block for table in self.tables.pop(name) for block in table if block != NULL]
         del self.computed[name]
 
     @precondition(lambda self: self.tables)
@@ -104,11 +192,13 @@ class Engine(RuleBasedStateMachine):
         self.finish_named(data.draw(st.sampled_from(sorted(self.tables))))
 
     def finish_named(self, name: str) -> None:
-        table = self.tables.pop(name)
-        save = self.planner.end(name, table[: -(-self.computed[name] // BLOCK)])
-        self.pending |= set() if save is None else {save.number}
-        self.free += table
-        del self.computed[name]
+        self._give_up(name, self.computed[name])
+        tables = [
+            table[: -(-self.computed[name] // group.block_tokens)]
+            for group, table in zip(self.groups, self.tables[name], strict=True)
+        ]
+        self.pending |= {save.number for save in self.planner.end(name, tables)}
+        self._free(name)
 
     @precondition(lambda self: any(name not in self.tables for name in self.requests))
     @rule(data=st.data())
@@ -123,14 +213,21 @@ class Engine(RuleBasedStateMachine):
         """A save gets its turn in the background."""
         self._read(data.draw(st.sampled_from(sorted(self.reading))))
 
+    @precondition(lambda self: self.store)
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        """The store loses some of it, as stores may."""
+        for key in data.draw(st.lists(st.sampled_from(sorted(self.store)), max_size=4)):
+            self.store.pop(key, None)
+
     @rule()
     def forget(self) -> None:
-        """The store loses everything, as stores may."""
         self.store.clear()
 
     def _compute(self, name: str, count: int, *, fresh: bool) -> None:
         before = self.computed[name]
-        blocks = self.tables[name] if fresh else []
+        new = self._grow(name, before + count)
+        blocks = [list(table) for table in self.tables[name]] if fresh else new
         self._step([Scheduled(name, blocks, fresh, before, before + count)], name)
         self.computed[name] = before + count
 
@@ -142,39 +239,43 @@ class Engine(RuleBasedStateMachine):
             if number in self.reading:
                 self._read(number)
         for load in step.loads:
-            kv = [token for digest, _, _ in self._spans(load.chunks) for token in self.store[digest]]
-            assert len(kv) == len(load.blocks) * BLOCK
+            group, size = load.chunks.group, self.groups[load.chunks.group].block_tokens
+            kv = [token for digest, _, _ in self._spans(load.chunks) for token in self.store[group, digest]]
+            assert len(kv) == len(load.blocks) * size
             for index, block in enumerate(load.blocks):
                 if block >= 0:
-                    self.memory[block] = kv[index * BLOCK : (index + 1) * BLOCK]
+                    self.memory[block][:size] = kv[index * size : (index + 1) * size]
         for name, part in zip(computing, scheduled, strict=True):
-            for position in range(part.computed, part.after):
-                block = self.tables[name][position // BLOCK]
-                self.memory[block] = [*self.memory[block]]
-                self.memory[block][position % BLOCK] = self._token(self.requests[name], position)
+            self._attended(name, part.computed)
+            for number, group in enumerate(self.groups):
+                for position in range(part.computed, part.after):
+                    block = self.tables[name][number][position // group.block_tokens]
+                    token = self._token(self.requests[name], number, position)
+                    self.memory[block][position % group.block_tokens] = token
         self._begin(step.saves)
 
     def _begin(self, saves: Sequence[Move]) -> None:
         for save in saves:
             self.reading[save.number] = save
-            request = self.requests[save.request]
+            request, group = self.requests[save.request], save.chunks.group
             for digest, start, end in self._spans(save.chunks):
-                kv_of_tokens = tuple(self._token(request, position) for position in range(start, end))
-                assert self.expected.setdefault(digest, kv_of_tokens) == kv_of_tokens, "one name, one KV"
+                kv_of_tokens = tuple(self._token(request, group, position) for position in range(start, end))
+                assert self.expected.setdefault((group, digest), kv_of_tokens) == kv_of_tokens, "one name, one KV"
 
     def _read(self, number: int) -> None:
         save = self.reading.pop(number)
-        kv = [token for block in save.blocks for token in self.memory[block]]
-        first = save.first_block * BLOCK
+        group, size = save.chunks.group, self.groups[save.chunks.group].block_tokens
+        kv = [token for block in save.blocks for token in self.memory[block][:size]]
+        first = save.first_block * size
         for digest, start, end in self._spans(save.chunks):
-            self.store[digest] = tuple(kv[start - first : end - first])
-            assert self.store[digest] == self.expected[digest], "the name of a chunk is the name of its KV"
+            self.store[group, digest] = tuple(kv[start - first : end - first])
+            assert self.store[group, digest] == self.expected[group, digest], "the name of a chunk is that of its KV"
         assert end - first == len(kv), "no block is read for nothing"
         self.planner.done([number])
 
     def _spans(self, chunks: Chunks) -> list[tuple[bytes, int, int]]:
         """The digest, the first token and the end of each chunk and piece."""
-        step = self.planner.chunk_tokens
+        step = self.groups[chunks.group].chunk_tokens
         whole = [(digest, n * step, (n + 1) * step) for n, digest in enumerate(chunks.digests, chunks.first)]
         return whole + [(piece.digest, piece.start, piece.end) for piece in chunks.pieces]
 
@@ -186,3 +287,69 @@ class Engine(RuleBasedStateMachine):
 
 TestEngine = Engine.TestCase
 TestEngine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+
+
+@given(
+    window=st.integers(0, 30), span=st.sampled_from([0, 8, 12]), blocks=st.integers(1, 4), local=st.integers(0, 8),
+    more=st.integers(0, 8), held=st.lists(st.booleans(), max_size=16), cut=st.lists(st.integers(0, 3), min_size=20),
+)  # fmt: skip
+def test_the_longest_prefix_is_found(
+    window: int, span: int, blocks: int, local: int, more: int, held: list[bool], cut: list[int]
+) -> None:
+    """Beside every prefix tried in turn. cut: how much of each chunk that is not whole is held in pieces."""
+    group = Group.of(BLOCK, most=blocks * BLOCK, unit=BLOCK, window=window, span=0 if window else span)
+    size = group.chunk_tokens
+
+    def ends(chunk: int) -> int:
+        return chunk * size + min(cut[chunk] * BLOCK, size - BLOCK)
+
+    def there(position: int, end: int) -> bool:
+        chunk = position // size
+        whole = chunk < len(held) and held[chunk]
+        return position < local * BLOCK or whole or (chunk == end // size and end <= ends(chunk))
+
+    fine = [
+        end for end in range(local * BLOCK, (local + more) * BLOCK + 1, BLOCK)
+        if all(there(position, end) for position in range(group.first(end), end))
+    ]  # fmt: skip
+    assert reach(group, local * BLOCK, (local + more) * BLOCK, held, ends, unit=BLOCK) == max(fine)
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+@given(
+    tokens=st.integers(1, 90), blocks=st.integers(1, 5), steps=st.lists(st.integers(1, 30), min_size=90),
+    longer=st.integers(0, 20),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_a_prompt_is_found_whole_however_it_was_computed(
+    kinds: list[dict[str, int]], tokens: int, blocks: int, steps: list[int], longer: int
+) -> None:
+    """As by the engine's own prefix cache: all of its whole blocks, by itself and by longer ones."""
+    groups = groups_of(kinds, blocks)
+    one = Planner(groups, hash_tokens=BLOCK, save_generated=False)
+    unit = max(group.block_tokens for group in groups)
+    if any(group.chunk_tokens > max(group.window, group.block_tokens) for group in groups if group.window):
+        unit = 0  # a window that is shorter than the blocks of others: some of it has gone when a chunk is whole
+    first = FakeRequest("a", list(range(tokens)))
+    one.begin(first, NOBODY)
+    ends = [0, *(end for end in accumulate(steps) if end < tokens), tokens]
+    stored: set[tuple[int, bytes]] = set()
+    table = [list(range(1, 100)) for _ in groups]
+    for begin, end in pairwise(ends):
+        step = one.step([Scheduled("a", table if not begin else (), not begin, begin, end)])
+        for save in step.saves:
+            begins = groups[save.chunks.group].first(begin)
+            assert save.first_block >= begins // groups[save.chunks.group].block_tokens, "the engine still has these"
+            stored |= {(save.chunks.group, digest) for digest in save.chunks.digests}
+            stored |= {(save.chunks.group, piece.digest) for piece in save.chunks.pieces}
+    one.begin(FakeRequest("r", list(range(tokens + longer))), NOBODY)
+    held = [[(group, digest) in stored for digest in chunks.digests] for group, chunks in enumerate(one.chunks("r"))]
+
+    def pieces(group: int, number: int) -> list[Piece]:
+        found = [piece for piece in one.pieces_of("r", group, number).pieces if (group, piece.digest) in stored]
+        return leading(found, number * groups[group].chunk_tokens)
+
+    hit, complete = one.reach("r", 0, held, pieces)
+    if unit:
+        assert hit.tokens == min(tokens, tokens + longer - 1) // unit * unit
+        assert complete or longer

@@ -38,6 +38,26 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def gemma(tiny: Path) -> Path:
+    """A random Gemma 3 of 4 layers, every other one with a window of 256 tokens."""
+    import make_model
+
+    folder = tiny.with_name("kvloom-vllm-hybrid")
+    make_model.make_hybrid(folder, tokenizer=tiny)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def mistral(tiny: Path) -> Path:
+    """A random Mistral of 4 layers, all of them with a window of 256 tokens."""
+    import make_model
+
+    folder = tiny.with_name("kvloom-vllm-windowed")
+    make_model.make_windowed(folder, tokenizer=tiny)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def warm() -> Iterator[Warm]:
     """A process that has imported vLLM."""
     process = Warm("drive", environment([HERE / "faulty", HERE], VLLM_ENABLE_V1_MULTIPROCESSING="0"))
@@ -102,6 +122,16 @@ def _fresh(script: Path, out: Path, log: Path, env: dict[str, str], timeout: flo
 @pytest.fixture
 def run(warm: Warm, tiny: Path, tmp_path: Path) -> Run:
     return Run(warm, tiny, tmp_path)
+
+
+@pytest.fixture
+def hybrid(warm: Warm, gemma: Path, tmp_path: Path) -> Run:
+    return Run(warm, gemma, tmp_path)
+
+
+@pytest.fixture
+def windowed(warm: Warm, mistral: Path, tmp_path: Path) -> Run:
+    return Run(warm, mistral, tmp_path)
 
 
 def memory(capacity: str = "64MiB") -> dict[str, Any]:

@@ -64,6 +64,25 @@ def make_hybrid(folder: Path, *, tokenizer: Path, window: int = 256) -> None:
         (folder / "done").touch()
 
 
+def make_windowed(folder: Path, *, tokenizer: Path, window: int = 256) -> None:
+    """A random Mistral whose layers all attend to a window; with the tokenizer of another model."""
+    from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM
+
+    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / "done").exists():
+            return
+        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+        torch.manual_seed(0)
+        config = MistralConfig(
+            vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
+            num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, sliding_window=window,
+            bos_token_id=0, eos_token_id=1, pad_token_id=2, initializer_range=0.2,
+        )  # fmt: skip
+        MistralForCausalLM(config).save_pretrained(folder)
+        (folder / "done").touch()
+
+
 def make_adapter(model: Path, folder: Path, *, seed: int) -> None:
     """A LoRA adapter of rank 8 on the attention's projections, with random weights."""
     from peft import LoraConfig, get_peft_model

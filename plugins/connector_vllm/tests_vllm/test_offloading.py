@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from conftest import Run, faulty, memory, tokens
 from test_prefixes import FOUND, PROMPTS, same
-from warm import Warm
 
 OFFLOADING: dict[str, Any] = {
     "kv": {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None},
@@ -34,21 +33,6 @@ def named(engine: str) -> dict[str, Any]:
 
 def left_behind(engine: str) -> list[Path]:
     return list(Path("/dev/shm").glob(f"kvloom-*{engine}*"))
-
-
-@pytest.fixture(scope="session")
-def gemma(tiny: Path) -> Path:
-    """A random Gemma 3 of 4 layers, every other one with a window of 256 tokens."""
-    import make_model
-
-    folder = tiny.with_name("kvloom-vllm-hybrid")
-    make_model.make_hybrid(folder, tokenizer=tiny)
-    return folder
-
-
-@pytest.fixture
-def hybrid(warm: Warm, gemma: Path, tmp_path: Path) -> Run:
-    return Run(warm, gemma, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

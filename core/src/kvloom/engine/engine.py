@@ -108,22 +108,24 @@ class Engine(LayerVerbs):
 
         return runtime.uninterrupted(opened, discard=lambda index: index.close(), leave=True)
 
-    def sibling(self, spec: KVSpec) -> Engine:
-        """An engine for other KV over the same tiers: another set of adapters of the same model.
+    def sibling(self, spec: KVSpec, config: EngineConfig | None = None) -> Engine:
+        """An engine for other KV over the same tiers: other adapters, or other layers, of the same model.
 
-        It is closed with this one, if not before. Raises ValueError if its KV has another shape or dtype.
+        config: for KV of another shape, the engine's configuration with other settings of its connector; its tiers are
+        not opened. It is closed with this one, if not before. Raises ValueError if its KV has another dtype, or
+        another shape without `config`.
         """
-        if (spec.dtype, spec.blob_shape(1)) != (self.spec.dtype, self.spec.blob_shape(1)):
+        if spec.dtype != self.spec.dtype or (config is None and spec.blob_shape(1) != self.spec.blob_shape(1)):
             raise ValueError("spec: a sibling must have the engine's KV shape and dtype")
-        make = partial(self._sibling, spec)
+        make = partial(self._sibling, spec, config or self.config)
         return self._runtime.uninterrupted(make, discard=Engine.close, leave=True)
 
-    def _sibling(self, spec: KVSpec) -> Engine:
+    def _sibling(self, spec: KVSpec, config: EngineConfig) -> Engine:
         self._check_open()
-        resolved = resolve(self.config, self._parts.registry)
+        resolved = resolve(config, self._parts.registry)
         with ExitStack() as made:
             others = replace(
-                self._parts, spec=spec, connector=kept(made, resolved.connector.make(spec)),
+                self._parts, config=config, spec=spec, connector=kept(made, resolved.connector.make(spec)),
                 tokens=kept(made, resolved.tokens.make(spec)),
                 blending=kept(made, Blending.make(resolved.blend, spec)) if resolved.blend else None,
             )  # fmt: skip

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 from kvloom import ConfigError, EngineConfig, MemoryFormat, Registry, check_config
 
+from .identity import Identity
 from .offload.setup import OffloadSettings
 from .paged.blocks import VLLMBlobConnector, VLLMConnector
 from .paged.settings import Geometry
+from .plan import Group
 
 _EXTRA = {"config", "async_load"}
 
@@ -58,13 +61,37 @@ class Settings:
 
     def opened(self, geometry: Geometry) -> EngineConfig:
         """The configuration of an engine whose pages look like that. ConfigError if its chunks are no whole blocks."""
-        config = self.engine
-        if config.chunk_tokens % geometry.block_tokens:
-            text = f"{config.chunk_tokens} is no multiple of vLLM's block size, {geometry.block_tokens}"
-            best = max(1, round(config.chunk_tokens / geometry.block_tokens)) * geometry.block_tokens
+        self._whole(geometry.block_tokens)
+        block = type(self.engine.connector)(type=self.connector.type, geometry=geometry.model_dump())
+        return self.engine.model_copy(update={"connector": block})
+
+    def groups(self, identities: Sequence[Identity]) -> tuple[Group, ...]:
+        """The groups of layers, in the same order. ConfigError if chunks are no whole blocks of each, or for a
+        setting that goes with full attention only."""
+        blocks = lcm(*(one.geometry.block_tokens for one in identities))
+        self._whole(blocks)
+        unit = lcm(blocks, *(one.hash_tokens for one in identities))
+        if self.by_request(identities) and not self.async_load:
+            text = "with windows, or several groups of KV cache, a request has to wait for its KV; remove it"
+            raise ConfigError("kv_connector_extra_config.async_load", text)
+        return tuple(
+            Group.of(
+                one.geometry.block_tokens, most=self.engine.chunk_tokens, unit=unit, window=one.window, span=one.span
+            )
+            for one in identities
+        )
+
+    @staticmethod
+    def by_request(identities: Sequence[Identity]) -> bool:
+        """A request cannot go on behind a block that was not loaded, because vLLM has given up others before it."""
+        return len(identities) > 1 or any(one.window or one.span for one in identities)
+
+    def _whole(self, block_tokens: int) -> None:
+        chunk = self.engine.chunk_tokens
+        if chunk % block_tokens:
+            text = f"{chunk} is no multiple of vLLM's block size, {block_tokens}"
+            best = max(1, round(chunk / block_tokens)) * block_tokens
             raise ConfigError("chunk_tokens", f"{text}; write {best}")
-        block = type(config.connector)(type=self.connector.type, geometry=geometry.model_dump())
-        return config.model_copy(update={"connector": block})
 
 
 def check_offloading(extra: Mapping[str, Any]) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,12 @@ from .weights import file_digest, folder_digest, has_weights
 
 log = logging.getLogger(__name__)
 
-_FULL = {"FullAttentionSpec", "MLAAttentionSpec"}
+_FULL = ("FullAttentionSpec", "MLAAttentionSpec")
+_WINDOW = "SlidingWindowSpec"
+_LOCAL = "ChunkedLocalAttentionSpec"
 _CONTENT = ("head_size_v", "num_head_slots", "state_content_bytes", "tokens_per_state")
 """Attributes of a layer's specification that attention backends may change."""
+_OFFLOADING = "for others use vLLM's OffloadingConnector with kvloom's spec (docs/use/vllm.md)"
 _BLOCK_IN_ONE_PIECE = {"LBHNC", "LBNHC", "BLHNC", "BLNHC"}
 _PLAIN_QUANTISATION = {"NONE", "FP8_PER_TENSOR"}
 _BY_THE_WAY = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "use_cache"}
@@ -37,6 +41,11 @@ class Identity:
     layer_names: tuple[str, ...]
     hash_tokens: int
     """Tokens that one of the engine's block hashes stands for."""
+    group: int = 0
+    """Number of the group among the engine's."""
+    window: int = 0
+    """See `plan.Group`."""
+    span: int = 0
 
     def of_rank(self, rank: int) -> KVSpec:
         return replace(self.spec, rank=rank)
@@ -45,7 +54,18 @@ class Identity:
 def identify(
     config: Any, kv_cache_config: Any, *, rank: int, about: Mapping[str, str | int | bool], pages: bool = True
 ) -> Identity:
-    """From a `VllmConfig` and a `KVCacheConfig`. about: what only vLLM itself can say (version, platform, ISA).
+    """One rank's KV of a model with full attention in all layers: `identify_groups`, for its only group."""
+    layer_spec(kv_cache_config)
+    (identity,) = identify_groups(config, kv_cache_config, rank=rank, about=lambda layer: about, pages=pages)
+    return identity
+
+
+def identify_groups(
+    config: Any, kv_cache_config: Any, *, rank: int, about: Callable[[Any], Mapping[str, str | int | bool]],
+    pages: bool = True,
+) -> tuple[Identity, ...]:  # fmt: skip
+    """By group of layers, those with full attention first, from a `VllmConfig` and a `KVCacheConfig`. about: what only
+    vLLM itself can say (version, platform, ISA) of a layer with such a specification.
 
     pages: kept as they are, so that their layout and who laid them out are part of the identity; else as K and V.
 
@@ -53,8 +73,7 @@ def identify(
     """
     _refuse_parallelism(config.parallel_config)
     _refuse_unhashed_images(config)
-    layer = layer_spec(kv_cache_config)
-    (group,) = kv_cache_config.kv_cache_groups
+    layers = layer_specs(kv_cache_config)
     layout = getattr(kv_cache_config, "kv_cache_layout", None)
     if layout is not None and layout not in _BLOCK_IN_ONE_PIECE:
         raise ValueError(
@@ -67,40 +86,47 @@ def identify(
             f"prefix_caching_hash_algo {algorithm}: its hashes differ from process to process and may collide; "
             "use --prefix-caching-hash-algo sha256 or sha256_cbor"
         )
-    model, names = config.model_config, tuple(group.layer_names)
-    latent = _is(layer, "MLAAttentionSpec")
-    spec = KVSpec(
-        model=name_of(model),
-        revision=revision_of(model, config),
-        rope=plain_json(getattr(text_config(model), "rope_parameters", None) or {}),
-        num_layers=len(names),
-        num_kv_heads=int(layer.num_kv_heads),
-        head_size=int(layer.head_size),
-        dtype=str(layer.dtype).removeprefix("torch."),
-        kv_planes=1 if latent else 2,
-        kv_quantization="" if str(config.cache_config.cache_dtype) == "auto" else str(config.cache_config.cache_dtype),
-        world_size=int(config.parallel_config.tensor_parallel_size),
-        rank=rank,
-        replicated=latent,
-    )
-    block_tokens = int(layer.block_size)
-    page_bytes = int(getattr(layer, "unpadded_page_size_bytes", layer.page_size_bytes))
-    geometry = Geometry(
-        layers=len(names),
-        block_tokens=block_tokens,
-        page_elements=page_bytes // layer.dtype.itemsize,
-        identity={
-            "hash": algorithm,
-            "compute_dtype": str(model.dtype),
-            "layers": digest_of(names),
-            "spec": type(layer).__name__,
-            "window": str(getattr(layer, "sliding_window", None)),
-            "content": str([getattr(layer, name, None) for name in _CONTENT]),
-            **({"layout": str(layout), **about} if pages else {}),
-        },
-    )
-    hash_tokens = int(getattr(kv_cache_config, "hash_block_size", None) or block_tokens)
-    return Identity(spec, geometry, names, hash_tokens)
+    model = config.model_config
+    revision, quantised = revision_of(model, config), str(config.cache_config.cache_dtype)
+    blocks = [int(layer.block_size) for layer in layers]
+    hash_tokens = int(getattr(kv_cache_config, "hash_block_size", None) or gcd(*blocks))
+    found = []
+    for number, (group, layer) in enumerate(zip(kv_cache_config.kv_cache_groups, layers, strict=True)):
+        names, latent = tuple(group.layer_names), _is(layer, "MLAAttentionSpec")
+        window = layer.sliding_window + getattr(layer, "extra_retained_tokens", 0) if _is(layer, _WINDOW) else 0
+        span = layer.attention_chunk_size if _is(layer, _LOCAL) else 0
+        spec = KVSpec(
+            model=name_of(model),
+            revision=revision,
+            rope=plain_json(getattr(text_config(model), "rope_parameters", None) or {}),
+            num_layers=len(names),
+            num_kv_heads=int(layer.num_kv_heads),
+            head_size=int(layer.head_size),
+            dtype=str(layer.dtype).removeprefix("torch."),
+            kv_planes=1 if latent else 2,
+            kv_quantization="" if quantised == "auto" else quantised,
+            world_size=int(config.parallel_config.tensor_parallel_size),
+            rank=rank,
+            replicated=latent,
+        )
+        page_bytes = int(getattr(layer, "unpadded_page_size_bytes", layer.page_size_bytes))
+        geometry = Geometry(
+            layers=len(names),
+            block_tokens=int(layer.block_size),
+            page_elements=page_bytes // layer.dtype.itemsize,
+            identity={
+                "hash": algorithm,
+                "compute_dtype": str(model.dtype),
+                "layers": digest_of(names),
+                "spec": type(layer).__name__,
+                "window": str(getattr(layer, "sliding_window", None)),
+                **({"span": span} if span else {}),
+                "content": str([getattr(layer, name, None) for name in _CONTENT]),
+                **({"layout": str(layout), **about(layer)} if pages else {}),
+            },
+        )
+        found.append(Identity(spec, geometry, names, hash_tokens, number, window, span))
+    return tuple(sorted(found, key=lambda one: bool(one.window or one.span)))
 
 
 class Adapters:
@@ -150,31 +176,55 @@ def _refuse_parallelism(parallel: Any) -> None:
             raise ValueError(f"{name} {size}: {text}, which kvloom does not combine; use tensor parallelism")
 
 
+def layer_specs(kv_cache_config: Any) -> list[Any]:
+    """By group, the specification of one layer: all of a group's are alike. ValueError, naming it, for what kvloom does
+    not keep."""
+    layers = [_layer_of(group) for group in kv_cache_config.kv_cache_groups]
+    if not layers:
+        raise ValueError("no groups of KV cache: there is nothing to keep")
+    dtypes = sorted({str(layer.dtype) for layer in layers})
+    if len(dtypes) > 1:
+        raise ValueError(f"KV of {' and '.join(dtypes)} in one model: kvloom keeps one dtype; {_OFFLOADING}")
+    return layers
+
+
 def layer_spec(kv_cache_config: Any) -> Any:
-    """The specification of one layer: all of them are alike. ValueError, naming them, if they are not."""
-    groups = list(kv_cache_config.kv_cache_groups)
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
+    """The same, for a model with full attention in all layers. ValueError, naming it, for another."""
+    layers = layer_specs(kv_cache_config)
+    if len(layers) != 1 or not any(_is(layers[0], name) for name in _FULL):
+        kinds = ", ".join(type(layer).__name__ for layer in layers)
         raise ValueError(
-            f"{len(groups)} groups of KV cache ({kinds}): kvloom supports models with full attention in all layers; "
-            "for others use vLLM's OffloadingConnector with kvloom's spec (docs/use/vllm.md)"
+            f"{len(layers)} groups of KV cache ({kinds}): only full attention, in one group; start vLLM with "
+            "--disable-hybrid-kv-cache-manager, which has windows in one group with the rest"
         )
-    if getattr(groups[0], "is_eagle_group", False):
+    return layers[0]
+
+
+def _layer_of(group: Any) -> Any:
+    if getattr(group, "is_eagle_group", False):
         raise ValueError("speculative decoding with a draft model that shares the KV cache: its KV is not stored")
-    spec = groups[0].kv_cache_spec
+    if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+        raise ValueError(f"a group of KV cache that vLLM does not give to connectors: {_OFFLOADING}")
+    spec = group.kv_cache_spec
     layers = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
     first = layers[0]
-    if not any(_is(first, name) for name in _FULL) or any(other != first for other in layers):
+    known = (*_FULL, _WINDOW, _LOCAL)
+    if not any(_is(first, name) for name in known) or any(other != first for other in layers):
         kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
-        raise ValueError(f"KV cache of {kinds}: kvloom keeps {' and '.join(sorted(_FULL))}, alike in all layers")
+        raise ValueError(
+            f"KV cache of {kinds}: kvloom keeps {', '.join(known)}, alike in all layers of a group; {_OFFLOADING}"
+        )
+    if getattr(first, "non_causal", False):
+        raise ValueError("attention that is not causal: the KV of a token depends on those behind it")
     mode = getattr(getattr(first, "kv_quant_mode", None), "name", "NONE")
     if mode not in _PLAIN_QUANTISATION:
         raise ValueError(f"quantised KV ({mode}): its scales are not kept; use --kv-cache-dtype auto or fp8")
     return first
 
 
-def _is(value: Any, name: str) -> bool:
-    return any(cls.__name__ == name for cls in type(value).__mro__)
+def _is(layer: Any, name: str) -> bool:
+    """Exactly that one of vLLM's specifications: those that derive from it keep something else, or for another time."""
+    return type(layer).__name__ == name
 
 
 def name_of(model: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 
 from kvloom import ChunkKey, KVSpec, MemoryFormat, Segment, fingerprint, salt_tag
@@ -15,10 +16,20 @@ def owner_of(adapter: str, salt: str) -> Owner:
     return Owner(adapter, salt_tag(salt))
 
 
-class Names:
-    """Names of one rank's chunks: ranks hold different parts of the KV, under fingerprints of their own."""
+DOMAIN = b"kvloom/1/group\0"
+"""Begins what the digest of a chunk is made of, in every group but the first."""
 
-    def __init__(self, spec: KVSpec, geometry: Geometry, format: MemoryFormat, *, chunk_tokens: int) -> None:
+
+class Names:
+    """Names of one rank's chunks of one group of layers: each holds another part of the KV, under a fingerprint of its
+    own."""
+
+    def __init__(
+        self, spec: KVSpec, geometry: Geometry, format: MemoryFormat, *, chunk_tokens: int, group: int = 0
+    ) -> None:
+        """group: number of the group. Those of the first have the engine's hashes as digests; others, digests of their
+        own, because a tier finds a chunk by its digest."""
+        self._own = group > 0
         self._spec = spec
         self._about = (format, geometry.representation)
         self._chunk_tokens = chunk_tokens
@@ -31,9 +42,13 @@ class Names:
             Segment(number * step, (number + 1) * step, ChunkKey(namespace, number, digest))
             for number, digest in enumerate(chunks.digests, chunks.first)
         ]
-        return whole + [
+        whole += [
             Segment(start, end, ChunkKey(namespace, depth, digest)) for start, end, depth, digest in chunks.pieces
         ]
+        if not self._own:
+            return whole
+        begun = hashlib.sha256(DOMAIN + namespace.encode())
+        return [one._replace(key=one.key._replace(digest=_digest(begun, one.key.digest))) for one in whole]
 
     def namespace(self, owner: Owner) -> str:
         """`<fingerprint>/<salt tag>`."""
@@ -47,3 +62,10 @@ class Names:
                 self._namespaces.clear()
             self._namespaces[owner] = known
         return known
+
+
+def _digest(begun: hashlib._Hash, more: bytes) -> bytes:
+    """Of what has been begun, and more."""
+    whole = begun.copy()
+    whole.update(more)
+    return whole.digest()

@@ -20,6 +20,50 @@ class Owner(NamedTuple):
     """A text that changes with each reset, so that older KV has other names."""
 
 
+NULL = 0
+"""The block that the engine has in a table in place of those that it has given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers that have their blocks from one table of the engine's, and attend to the same tokens.
+
+    Full attention, unless there is a `window` or a `span`.
+    """
+
+    block_tokens: int
+    chunk_tokens: int
+    """A multiple of `block_tokens`."""
+    window: int = 0
+    """Tokens that a token attends to, itself included."""
+    span: int = 0
+    """A token attends to those before it since the last multiple of so many tokens."""
+
+    @property
+    def full(self) -> bool:
+        return not (self.window or self.span)
+
+    def first(self, tokens: int) -> int:
+        """The first token that the one after the first `tokens` ones attends to. Grows with `tokens`."""
+        if self.window:
+            return max(0, tokens + 1 - self.window)
+        return tokens - tokens % self.span if self.span else 0
+
+    @classmethod
+    def of(cls, block_tokens: int, *, most: int, unit: int, window: int = 0, span: int = 0) -> Group:
+        """A group with chunks of `most` tokens at most: so short that the engine still has all of a chunk when its last
+        token is computed.
+
+        unit: chunks are multiples of it, and divide `most`.
+        """
+        fits = (size for size in range(most, 0, -unit) if most % size == 0)
+        if window:
+            chunk = next((size for size in fits if size <= window), unit)
+        else:
+            chunk = next((size for size in fits if not span % size), unit)
+        return cls(block_tokens, chunk, window, span)
+
+
 class Chunks(NamedTuple):
     """Consecutive chunks of one sequence, and the pieces that follow them."""
 
@@ -28,6 +72,8 @@ class Chunks(NamedTuple):
     """The number of the first, counted from the beginning of the sequence."""
     digests: tuple[bytes, ...]
     pieces: tuple[Piece, ...] = ()
+    group: int = 0
+    """The number of their group."""
 
 
 class Move(NamedTuple):
@@ -79,8 +125,8 @@ class Scheduled(NamedTuple):
     """A request's part of one step."""
 
     request: str
-    blocks: Sequence[int]
-    """All of its blocks if `fresh`, otherwise those that are new."""
+    blocks: Sequence[Sequence[int]]
+    """By group, all of its blocks if `fresh`, otherwise those that are new. Empty: none."""
     fresh: bool
     """It was not running before: new, or back after a preemption."""
     computed: int
@@ -90,12 +136,21 @@ class Scheduled(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """The KV that the tiers hold for a request."""
+    """The KV of one group that the tiers hold for a request, as far as it is needed."""
 
     chunks: int = 0
-    """Number of whole chunks from the beginning on, those included that the engine has itself."""
+    """Number of whole chunks from the beginning on, those included that are not needed."""
     pieces: tuple[Piece, ...] = ()
     """Those that follow them."""
 
 
-NOTHING = Offer()
+class Hit(NamedTuple):
+    """The KV that the tiers hold for a request."""
+
+    tokens: int
+    """Length of the prefix, the part that the engine has itself included."""
+    offers: tuple[Offer, ...]
+    """By group."""
+
+
+NOTHING = Hit(0, ())

@@ -1,35 +1,47 @@
 """Plans loads and saves, step by step: block hashes and block tables in, operations out. Knows no vLLM.
 
 A chunk is a whole number of the engine's blocks, and its name is the engine's own chained hash of its last block, which
-covers every token before it, the salt, the adapter and the images. What a prompt has behind its last whole chunk is
-kept in pieces (`tail`), and so is what a whole request has, if generated tokens are kept. Blocks may be freed while
-they are being saved: the planner remembers blocks that are being read, and a step that gives such a block to another
-request waits for it first (`Step.fence`).
+covers every token before it, the salt, the adapter and the images. Each group of layers has chunks of its own. What a
+prompt has behind its last whole chunk is kept in pieces (`tail`), and so is what a whole request has, if generated
+tokens are kept. Blocks may be freed while they are being saved: the planner remembers blocks that are being read, and a
+step that gives such a block to another request, or to another group, waits for it first (`Step.fence`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf, lcm
 
 from kvloom import leading
 
-from .plan import IDLE, NOTHING, Chunks, Move, Offer, Owner, Request, Scheduled, Step
+from .plan import IDLE, NOTHING, NULL, Chunks, Group, Hit, Move, Offer, Owner, Request, Scheduled, Step
+from .reach import reach
 from .tail import Piece, Pieces
+
+
+@dataclass(slots=True)
+class _Track:
+    """A request's KV in one group of layers."""
+
+    group: int
+    blocks: list[int] = field(default_factory=list)
+    saved: int = 0
+    """Chunks that are stored, were planned to be, or cannot be any more."""
+    tail_saved: bool = False
+    """The tail of the prompt is, too, or there is none."""
 
 
 @dataclass(slots=True)
 class _State:
     request: Request
     owner: Owner
-    blocks: list[int] = field(default_factory=list)
+    tracks: tuple[_Track, ...]
+    due: float = 0
+    """Nothing is to be saved in a step after which there are fewer tokens."""
     computed: int = 0
     """Tokens whose KV is certain to be there once the steps so far have been computed."""
-    saved: int = 0
-    """Chunks that are stored, or were planned to be."""
-    tail_saved: bool = False
-    """The tail of the prompt is, too, or there is none."""
-    offered: Offer = NOTHING
+    offered: Hit = NOTHING
     """The answer when it was last asked what could be loaded."""
     begun: int = 0
     """Tokens that were there locally when it was last asked what could be loaded."""
@@ -44,21 +56,24 @@ class Planner:
     """One per engine; all calls come from its scheduler's thread. A step costs O(requests in it + blocks they got)."""
 
     def __init__(
-        self, *, block_tokens: int, chunk_tokens: int, hash_tokens: int, save_generated: bool, tails: bool = True,
-        save: bool = True,
-    ) -> None:  # fmt: skip
-        """hash_tokens: tokens per block hash, of which `chunk_tokens` is a multiple, as it is of `block_tokens`.
+        self, groups: Sequence[Group], *, hash_tokens: int, save_generated: bool, tails: bool = True, save: bool = True
+    ) -> None:
+        """hash_tokens: tokens per block hash, of which every `chunk_tokens` is a multiple.
 
         save_generated: chunks with generated tokens too. tails: the tails of prompts, too. save: False for an engine
         that only loads.
         """
-        self.pieces = Pieces(
-            chunk_tokens=chunk_tokens, block_tokens=block_tokens, hash_tokens=hash_tokens, keep=tails
-        )  # fmt: skip
+        self.groups = tuple(groups)
+        self.chunk_tokens = max(group.chunk_tokens for group in groups)
+        blocks = lcm(*(group.block_tokens for group in groups))
+        self.pieces = tuple(
+            Pieces(chunk_tokens=group.chunk_tokens, block_tokens=blocks, hash_tokens=hash_tokens, keep=tails)
+            for group in groups
+        )
+        self._unit = lcm(blocks, hash_tokens)
+        """Prefixes that are loaded are multiples of it."""
         self._save_anything = save
-        self.block_tokens = block_tokens
-        self.chunk_tokens = chunk_tokens
-        self._hashes_per_chunk = chunk_tokens // hash_tokens
+        self._hash_tokens = hash_tokens
         self._save_generated = save_generated
         self._states: dict[str, _State] = {}
         self._loads: list[Move] = []
@@ -66,6 +81,7 @@ class Planner:
         self._cancelled: list[str] = []
         self._numbers = 0
         # By block, the saves that read it: requests that share a block may both be saving it. By save, its blocks.
+        # A block has one number, whichever group's table it is in.
         self._readers: dict[int, set[int]] = {}
         self._reading: dict[int, tuple[int, ...]] = {}
 
@@ -73,80 +89,133 @@ class Planner:
 
     def begin(self, request: Request, owner: Owner) -> None:
         """A request has come. Twice is fine."""
-        self._states.setdefault(request.request_id, _State(request, owner))
+        if request.request_id not in self._states:
+            tracks = tuple(_Track(group) for group in range(len(self.groups)))
+            self._states[request.request_id] = _State(request, owner, tracks)
 
-    def end(self, request: str, blocks: Sequence[int] = ()) -> Move | None:
+    def end(self, request: str, blocks: Sequence[Sequence[int]] = ()) -> tuple[Move, ...]:
         """It is over, whatever became of it; a load under way is cancelled. Its blocks may go at once.
 
-        blocks: all that it had, by the engine's word; none if it was preempted. Returns what the next step saves of
-        it, unless it needs these blocks.
+        blocks: by group, all that it had, by the engine's word; none if it was preempted. Returns what the next step
+        saves of it, unless it needs these blocks.
         """
         state = self._states.pop(request, None)
         if state is None:
-            return None
+            return ()
         if state.loading:
             # Also if the worker has not heard of the load yet: the engine waits to be told that it is over.
             self._cancelled.append(request)
-            return None
-        return self._save_end(state, blocks) if self._saves(state) and self._save_generated else None
+            return ()
+        if not (self._saves(state) and self._save_generated):
+            return ()
+        moves = (self._save_end(state, track, table) for track, table in zip(state.tracks, blocks, strict=False))
+        return tuple(move for move in moves if move is not None)
 
-    def chunks(self, request: str) -> Chunks:
-        """Every chunk of a request that has a name by now."""
+    def chunks(self, request: str) -> tuple[Chunks, ...]:
+        """By group, every chunk of a request that has a name by now."""
         state = self._states[request]
-        return self._named(state, 0, len(state.request.block_hashes) // self._hashes_per_chunk)
+        return tuple(self._named(state, group, 0, count) for group, count in enumerate(self.named(request)))
+
+    def named(self, request: str) -> tuple[int, ...]:
+        """The number of these chunks, by group."""
+        tokens = len(self._states[request].request.block_hashes) * self._hash_tokens
+        return tuple(tokens // group.chunk_tokens for group in self.groups)
 
     def hashes(self, request: str) -> tuple[bytes, ...]:
         """The hashes of a request's blocks, as far as they are known by now."""
         return tuple(map(bytes, self._states[request].request.block_hashes))
 
-    def pieces_of(self, request: str, number: int) -> Chunks:
+    def pieces_of(self, request: str, group: int, number: int) -> Chunks:
         """The pieces that a chunk of a request may be kept in, as far as they have names by now."""
         state = self._states[request]
-        return Chunks(state.owner, number, (), self.pieces.of(state.request.block_hashes, number))
+        return Chunks(state.owner, number, (), self.pieces[group].of(state.request.block_hashes, number), group)
 
-    def held(self, local: int, chunks: Sequence[object]) -> int:
-        """Return how many whole chunks can be had, counted from the beginning; the engine has `local` tokens itself.
+    def reach(
+        self, request: str, local: int, held: Sequence[Sequence[object]], pieces: Callable[[int, int], Sequence[Piece]]
+    ) -> tuple[Hit, bool]:
+        """What the tiers hold of a request, and whether that is all of it that can be loaded or will ever be stored.
 
-        chunks: for each chunk of `chunks` that was asked about, what is true if it is held.
+        local: tokens that the engine has itself. held: by group and chunk of `chunks`, what is true if it is held.
+        pieces: of a group and a chunk's number, those that are held, from the chunk's beginning on.
         """
-        chunk = local // self.chunk_tokens
-        while chunk < len(chunks) and chunks[chunk]:
-            chunk += 1
-        return chunk
+        state, unit = self._states[request], self._unit
+        most = max(local, (state.request.num_tokens - 1) // unit * unit)
+        known: dict[tuple[int, int], Sequence[Piece]] = {}
 
-    def loadable(self, request: str, local: int, offer: Offer) -> int:
+        def there(group: int, number: int) -> Sequence[Piece]:
+            if (group, number) not in known:
+                known[group, number] = pieces(group, number)
+            return known[group, number]
+
+        tokens, before = most, -1
+        while tokens != before:  # what one group lacks, another may not have to have
+            before = tokens
+            for number, group in enumerate(self.groups):
+
+                def ends(chunk: int, number: int = number, size: int = group.chunk_tokens) -> int:
+                    found = there(number, chunk)
+                    return found[-1].end if found else chunk * size
+
+                tokens = reach(group, local, tokens, held[number], ends, unit=unit)
+            if len(self.groups) == 1:
+                break
+        offers = []
+        for number, group in enumerate(self.groups):
+            chunk, part = divmod(tokens, group.chunk_tokens)
+            if part and chunk < len(held[number]) and held[number][chunk]:
+                offers.append(Offer(chunk + 1))
+            else:
+                found = there(number, chunk) if part and tokens > local else ()
+                offers.append(Offer(chunk, tuple(piece for piece in found if piece.start < tokens)))
+        kept = self.pieces[0].unit
+        return Hit(tokens, tuple(offers)), tokens >= min(most, state.request.num_tokens // kept * kept)
+
+    def loadable(self, request: str, local: int, hit: Hit) -> int:
         """The number of tokens after the first `local` ones that can be loaded. Calling it twice has the same result.
 
         At least one token is left to be computed, and whole blocks are loaded: exactly what the engine's own prefix
         cache would give.
         """
         state = self._states[request]
-        state.begun, state.offered = local, offer
-        if state.failed or state.sealed:
-            return 0
-        most = (state.request.num_tokens - 1) // self.block_tokens * self.block_tokens
-        end = offer.pieces[-1].end if offer.pieces else offer.chunks * self.chunk_tokens
-        return max(0, min(end, most) - local)
+        state.begun, state.offered = local, hit
+        return 0 if state.failed or state.sealed else max(0, hit.tokens - local)
 
-    def load(self, request: str, blocks: Sequence[int], tokens: int) -> Move:
-        """Load `tokens` tokens, as `loadable` offered, into the request's `blocks` (all of them)."""
+    def load(self, request: str, blocks: Sequence[Sequence[int]], tokens: int) -> tuple[Move, ...]:
+        """Load `tokens` tokens, as `loadable` offered, into the request's `blocks`: by group, all of them."""
         state = self._states[request]
-        begin, end = state.begun, state.begun + tokens
-        first, last = begin // self.chunk_tokens, min(state.offered.chunks, -(-end // self.chunk_tokens))
-        pieces = tuple(piece for piece in state.offered.pieces if piece.end > begin and piece.start < end)
-        starts = first * self.chunk_tokens if first < last else pieces[0].start
-        ends = pieces[-1].end if pieces else last * self.chunk_tokens
-        size = self.block_tokens
-        into = blocks[begin // size : end // size]
-        into = (-1,) * ((begin - starts) // size) + tuple(into) + (-1,) * ((ends - end) // size)
-        chunks = self._named(state, first, last)._replace(pieces=pieces)
-        move = Move(self._number(), request, chunks, starts // size, into)
-        self._loads.append(move)
+        end = state.begun + tokens
+        moves = tuple(
+            self._move_in(state, track, table, offer, end)
+            for track, table, offer in zip(state.tracks, blocks, state.offered.offers, strict=True)
+        )
+        self._loads += moves
         state.loading = True
         state.computed = 0
-        state.saved = max(state.saved, end // self.chunk_tokens)
-        state.tail_saved |= bool(pieces) and pieces[-1].end + self.pieces.unit > state.request.num_prompt_tokens
-        return move
+        return moves
+
+    def _move_in(self, state: _State, track: _Track, table: Sequence[int], offer: Offer, end: int) -> Move:
+        """Load one group's KV of the tokens up to `end` that are attended to behind it. Empty, if there are none."""
+        group = self.groups[track.group]
+        size, step = group.block_tokens, group.chunk_tokens
+        begin = max(state.begun, group.first(end) // size * size)
+        first, last = begin // step, min(offer.chunks, -(-end // step))
+        pieces = tuple(piece for piece in offer.pieces if piece.end > begin and piece.start < end)
+        track.saved = max(track.saved, end // step)
+        track.tail_saved |= bool(pieces) and pieces[-1].end + self.pieces[track.group].unit > (
+            state.request.num_prompt_tokens
+        )
+        if begin >= end or not (first < last or pieces):
+            return Move(
+                self._number(), state.request.request_id, Chunks(state.owner, first, (), (), track.group), 0, ()
+            )
+        starts = first * step if first < last else pieces[0].start
+        ends = pieces[-1].end if pieces else last * step
+        into = tuple(table[begin // size : end // size])
+        if not group.full:
+            into = tuple(-1 if block == NULL else block for block in into)
+        into = (-1,) * ((begin - starts) // size) + into + (-1,) * ((ends - end) // size)
+        chunks = self._named(state, track.group, first, last)._replace(pieces=pieces)
+        return Move(self._number(), state.request.request_id, chunks, starts // size, into)
 
     def loaded(self, request: str) -> None:
         """The worker is done with the request's load, one way or the other."""
@@ -163,7 +232,9 @@ class Planner:
         names = set(failed)
         for name, state in self._states.items():
             if everything or name in names:
-                state.saved, state.tail_saved, state.computed = 0, False, 0
+                state.computed, state.due = 0, 0
+                for track in state.tracks:
+                    track.saved, track.tail_saved = 0, False
             if name in names:
                 state.failed = True
         self._drop(lambda save: everything or save.request in names)
@@ -188,16 +259,18 @@ class Planner:
             if state is None:
                 continue
             if one.fresh:
-                state.blocks = list(one.blocks)
-                # What is there already is not written to.
-                self._fence(one.blocks[one.computed // self.block_tokens :], fence)
-                touched.append(self._prompt(state))
+                for track, table in zip(state.tracks, one.blocks, strict=True):
+                    track.blocks = list(table)
+                    # What is there already is not written to.
+                    self._fence(table[one.computed // self.groups[track.group].block_tokens :], fence)
+                    touched.append(self._prompt(state, track))
             elif one.blocks:
-                state.blocks.extend(one.blocks)
-                self._fence(one.blocks, fence)
+                for track, table in zip(state.tracks, one.blocks, strict=True):
+                    track.blocks.extend(table)
+                    self._fence(table, fence)
             state.computed = one.after
-            if self._saves(state) and self._due(state, one.after):
-                self._save(state, one.after, saves)
+            if one.after >= state.due and self._saves(state):
+                state.due = min([self._save(state, track, one, saves) for track in state.tracks])
         ended = self._unneeded(fence)
         chains = tuple(chunks for chunks in touched if chunks.digests or chunks.pieces)
         step = Step(tuple(self._loads), tuple(saves), ended, chains, tuple(sorted(fence)), tuple(self._cancelled))
@@ -249,70 +322,94 @@ class Planner:
         self.done([save.number for save in self._ended if unwanted(save)])
         self._ended = [save for save in self._ended if save.number in self._reading]
 
-    def _complete(self, state: _State, tokens: int) -> int:
+    def _complete(self, state: _State, group: int, tokens: int) -> int:
         """Whole chunks within `tokens` that have a name."""
-        return min(tokens // self.chunk_tokens, len(state.request.block_hashes) // self._hashes_per_chunk)
+        return min(tokens, len(state.request.block_hashes) * self._hash_tokens) // self.groups[group].chunk_tokens
 
-    def _named(self, state: _State, first: int, last: int) -> Chunks:
-        step = self._hashes_per_chunk
+    def _named(self, state: _State, group: int, first: int, last: int) -> Chunks:
+        step = self.groups[group].chunk_tokens // self._hash_tokens
         last_hashes = state.request.block_hashes[(first + 1) * step - 1 : last * step : step]
-        return Chunks(state.owner, first, tuple(map(bytes, last_hashes)))
+        return Chunks(state.owner, first, tuple(map(bytes, last_hashes)), (), group)
 
-    def _prompt(self, state: _State) -> Chunks:
-        """A request's whole prompt, as it is kept."""
+    def _prompt(self, state: _State, track: _Track) -> Chunks:
+        """A request's prompt, as it is kept: all of it, or the part that is attended to behind it."""
         tokens = state.request.num_prompt_tokens
-        last = self._complete(state, tokens)
-        return self._named(state, 0, last)._replace(pieces=self._tail(state, last, tokens))
+        last = self._complete(state, track.group, tokens)
+        group = self.groups[track.group]
+        first = min(last, group.first(tokens) // group.chunk_tokens)
+        return self._named(state, track.group, first, last)._replace(pieces=self._tail(state, track, last, tokens))
 
-    def _tail(self, state: _State, number: int, tokens: int) -> tuple[Piece, ...]:
+    def _tail(self, state: _State, track: _Track, number: int, tokens: int) -> tuple[Piece, ...]:
         """The pieces that keep the first `tokens` tokens behind their `number` whole chunks."""
-        pieces = self.pieces.of(state.request.block_hashes, number)
+        pieces = self.pieces[track.group].of(state.request.block_hashes, number)
         there = [piece for piece in pieces if piece.end <= tokens]
-        return tuple(leading(there, number * self.chunk_tokens))
+        return tuple(leading(there, number * self.groups[track.group].chunk_tokens))
 
-    def _due(self, state: _State, tokens: int) -> bool:
-        """There is KV of these first tokens that is not saved."""
-        whole = tokens >= (state.saved + 1) * self.chunk_tokens
-        return whole or (not state.tail_saved and tokens >= state.request.num_prompt_tokens)
+    def _due(self, state: _State, track: _Track) -> float:
+        """Tokens after which there is KV that is not saved, if they are computed."""
+        prompt, whole = state.request.num_prompt_tokens, (track.saved + 1) * self.groups[track.group].chunk_tokens
+        if not self._save_generated and whole > prompt:
+            return inf if track.tail_saved else prompt
+        return whole if track.tail_saved else min(whole, prompt)
 
-    def _save(self, state: _State, tokens: int, saves: list[Move]) -> None:
-        prompt = state.request.num_prompt_tokens
-        tokens = min(tokens, len(state.blocks) * self.block_tokens)
+    def _save(self, state: _State, track: _Track, one: Scheduled, saves: list[Move]) -> float:
+        """Save what is due of a group. Returns after how many tokens something is due again."""
+        if one.after < self._due(state, track):
+            return self._due(state, track)
+        prompt, group = state.request.num_prompt_tokens, self.groups[track.group]
+        tokens = min(one.after, len(track.blocks) * group.block_tokens)
         pieces: tuple[Piece, ...] = ()
         if tokens >= prompt:
-            number = self._complete(state, prompt)
-            pieces = () if state.tail_saved or state.saved > number else self._tail(state, number, prompt)
-            state.tail_saved = True
+            number = self._complete(state, track.group, prompt)
+            pieces = () if track.tail_saved or track.saved > number else self._tail(state, track, number, prompt)
+            track.tail_saved = True
         if not self._save_generated:
             tokens = min(tokens, prompt)
-        last = self._complete(state, tokens)
-        if pieces and last > pieces[0].start // self.chunk_tokens:
+        last = self._complete(state, track.group, tokens)
+        if pieces and last > pieces[0].start // group.chunk_tokens:
             pieces = ()  # the chunk is whole by now
-        if last > state.saved or pieces:
-            saves.append(self._move(state, last, pieces, state.blocks))
+        # The engine keeps what the first token of this step attends to, and may have given up anything before it.
+        move = self._move(state, track, last, pieces, track.blocks, group.first(one.computed) // group.block_tokens)
+        if move is not None:
+            saves.append(move)
+        return self._due(state, track)
 
-    def _save_end(self, state: _State, blocks: Sequence[int]) -> Move | None:
+    def _save_end(self, state: _State, track: _Track, blocks: Sequence[int]) -> Move | None:
         """Save what a request that is over has computed beyond what is saved, its last whole blocks included."""
         # The last token was chosen, and not computed with.
-        tokens = min(state.computed, state.request.num_tokens - 1, len(blocks) * self.block_tokens)
-        last = self._complete(state, tokens)
-        saved = self._prompt(state).pieces if state.tail_saved else ()
-        pieces = tuple(piece for piece in self._tail(state, last, tokens) if piece not in saved)
-        if state.saved > last or not (last > state.saved or pieces):
-            return None
-        move = self._move(state, last, pieces, blocks)
-        self._ended.append(move)
+        size = self.groups[track.group].block_tokens
+        tokens = min(state.computed, state.request.num_tokens - 1, len(blocks) * size)
+        last = self._complete(state, track.group, tokens)
+        saved = self._prompt(state, track).pieces if track.tail_saved else ()
+        pieces = tuple(piece for piece in self._tail(state, track, last, tokens) if piece not in saved)
+        move = None if track.saved > last else self._move(state, track, last, pieces, blocks, 0)
+        if move is not None:
+            self._ended.append(move)
         return move
 
-    def _move(self, state: _State, last: int, pieces: tuple[Piece, ...], table: Sequence[int]) -> Move:
-        """Save a request's chunks up to `last`, and pieces behind them. table: its blocks."""
-        first = min(state.saved, last)
-        begins = first * self.chunk_tokens if first < last else pieces[0].start
-        ends = pieces[-1].end if pieces else last * self.chunk_tokens
-        blocks = tuple(table[begins // self.block_tokens : ends // self.block_tokens])
-        chunks = self._named(state, first, last)._replace(pieces=pieces)
-        move = Move(self._number(), state.request.request_id, chunks, begins // self.block_tokens, blocks)
-        state.saved = max(state.saved, last)
+    def _move(
+        self, state: _State, track: _Track, last: int, pieces: tuple[Piece, ...], table: Sequence[int], gone: int
+    ) -> Move | None:
+        """Save a request's chunks up to `last`, and pieces behind them, as far as the engine still has them.
+
+        table: its blocks, of which the first `gone` ones may have been given up.
+        """
+        group = self.groups[track.group]
+        size, step = group.block_tokens, group.chunk_tokens
+        first, track.saved = min(track.saved, last), max(track.saved, last)
+        ends = pieces[-1].end if pieces else last * step
+        if not group.full:
+            while gone < ends // size and table[gone] == NULL:
+                gone += 1
+            first = max(first, -(-gone * size // step))
+            pieces = pieces if pieces and pieces[0].start >= gone * size else ()
+            ends = pieces[-1].end if pieces else last * step
+        if not (first < last or pieces):
+            return None
+        begins = first * step if first < last else pieces[0].start
+        blocks = tuple(table[begins // size : ends // size])
+        chunks = self._named(state, track.group, min(first, last), last)._replace(pieces=pieces)
+        move = Move(self._number(), state.request.request_id, chunks, begins // size, blocks)
         self._reading[move.number] = blocks
         for block in blocks:
             self._readers.setdefault(block, set()).add(move.number)

@@ -15,8 +15,9 @@ from kvloom import ChunkKey, Index, leading
 
 from .announcing import Announcement, Announcer
 from .names import Names
-from .plan import Chunks, Offer, Owner, Request, Scheduled, Step
+from .plan import Chunks, Group, Hit, Owner, Request, Scheduled, Step
 from .planner import Planner
+from .tail import Piece
 
 log = logging.getLogger(__name__)
 
@@ -90,18 +91,19 @@ Told = Mapping[ChunkKey, str]
 class _Found(NamedTuple):
     """The KV that can be loaded for a request, and its tiers."""
 
-    offer: Offer
+    hit: Hit
     tiers: list[tuple[int, int, str]]
-    """For each chunk and piece its first token, its end and its tier."""
+    """For each chunk and piece of the first group its first token, its end and its tier."""
     complete: bool
-    """Nothing more of this prompt would be stored."""
+    """Nothing more of this prompt can be loaded, or would be stored."""
 
 
 @dataclass(slots=True)
 class _Lookup:
     """The shared tiers' answer about a request's chunks. Asking again makes a new one."""
 
-    chunks: Chunks
+    chunks: tuple[Chunks, ...]
+    """By group."""
     asked: Future[Told] | None
     """None if no tier need be asked."""
     since: float
@@ -113,10 +115,11 @@ class Scheduler:
     """One per engine. Nothing here waits for a tier for longer than `LOOKUP_SECONDS`."""
 
     def __init__(
-        self, planner: Planner, ranks: Sequence[Names], index: Index | None, announcer: Announcer | None = None,
-        *, asynchronous: bool = True,
+        self, planner: Planner, ranks: Sequence[Sequence[Names]], index: Index | None,
+        announcer: Announcer | None = None, *, asynchronous: bool = True,
     ) -> None:  # fmt: skip
-        """ranks: how each rank's chunks are called. index: of the tiers that processes share, if there are any."""
+        """ranks: how each rank's chunks are called, by group. index: of the tiers that processes share, if there are
+        any. announcer: of the first group's chunks."""
         self._planner = planner
         self._ranks = tuple(ranks)
         self._index = index
@@ -156,7 +159,7 @@ class Scheduler:
         if patience > 0 and time.monotonic() < lookup.again:
             self._patient = True
             return None
-        grown = len(self._planner.chunks(request.request_id).digests) != len(lookup.chunks.digests)
+        grown = self._planner.named(request.request_id) != tuple(len(chunks.digests) for chunks in lookup.chunks)
         stale = lookup.asked is None or lookup.asked.done()
         if grown or (stale and time.monotonic() - lookup.since > STALE_SECONDS):
             lookup = self._ask(request.request_id)
@@ -173,7 +176,7 @@ class Scheduler:
                 except Exception as error:  # cancelled, too: it took too long before
                     log.warning("the tiers' content is unknown: %s", error or type(error).__name__)
         found = self._found(request.request_id, lookup.chunks, local, told)
-        tokens = self._planner.loadable(request.request_id, local, found.offer)
+        tokens = self._planner.loadable(request.request_id, local, found.hit)
         pause = self._pause(request.request_id, patience) if patience > 0 and not found.complete else 0.0
         if pause > 0:
             lookup.again = time.monotonic() + pause
@@ -183,20 +186,20 @@ class Scheduler:
         self.sources[request.request_id] = _by_tier(found.tiers, local, local + tokens)
         return tokens
 
-    def load(self, request: Request, blocks: Sequence[int], tokens: int) -> None:
-        """The engine has made room for what `matched` offered. blocks: all of the request's."""
+    def load(self, request: Request, blocks: Sequence[Sequence[int]], tokens: int) -> None:
+        """The engine has made room for what `matched` offered. blocks: all of the request's, by group."""
         if tokens <= 0:
             return
         self._planner.load(request.request_id, blocks, tokens)
         self.counts["hits"] += 1
         self.counts["tokens"] += tokens
 
-    def end(self, request: str, blocks: Sequence[int] = ()) -> None:
-        """It is over; its blocks may be freed at once. blocks: all of them."""
+    def end(self, request: str, blocks: Sequence[Sequence[int]] = ()) -> None:
+        """It is over; its blocks may be freed at once. blocks: all of them, by group."""
         known = self._planner.request(request)
-        save = self._planner.end(request, blocks)
-        if save is not None and known is not None and self._announcer is not None:
-            self._announcer.learn(known, save.chunks)
+        for save in self._planner.end(request, blocks):
+            if known is not None and self._announcer is not None and not save.chunks.group:
+                self._announcer.learn(known, save.chunks)
         self._forget(request)
         self._patience.pop(request, None)
         self.sources.pop(request, None)
@@ -309,10 +312,11 @@ class Scheduler:
     def _learn(self, step: Step, announcer: Announcer) -> None:
         for move in (*step.saves, *step.loads):
             request = self._planner.request(move.request)
-            if request is not None:
+            if request is not None and not move.chunks.group:
                 announcer.learn(request, move.chunks)
         if self._index is not None:
-            self._saving.update((save.number, save.chunks) for save in (*step.saves, *step.ended))
+            saves = (save for save in (*step.saves, *step.ended) if not save.chunks.group)
+            self._saving.update((save.number, save.chunks) for save in saves)
 
     def _announce(self, report: Report, done: Sequence[int], announcer: Announcer) -> None:
         announcer.came(report.came.get(0, ()), "CPU")
@@ -322,44 +326,70 @@ class Scheduler:
             if chunks is not None:
                 announcer.stored(chunks, "STORAGE")
 
-    def _located(self, chunks: Chunks, hashes: Sequence[bytes]) -> Told:
+    def _located(self, chunks: Sequence[Chunks], hashes: Sequence[bytes]) -> Told:
         """The answer of the tiers about these chunks, and about the pieces of the first that cannot be loaded.
 
-        chunks: from the beginning of a sequence. hashes: of its blocks.
+        chunks: by group, from the beginning of a sequence. hashes: of its blocks.
         """
-        count, of = len(chunks.digests), self._planner.pieces.of
-        told = self._told(chunks._replace(pieces=of(hashes, count)))
-        lacking = next((number for number, tier in enumerate(self._tiers(chunks, told)) if tier is None), count)
-        if lacking < count:
-            told |= self._told(Chunks(chunks.owner, lacking, (), of(hashes, lacking)))
-        return told
+        planner = self._planner
+        counts = [len(some.digests) for some in chunks]
+        pieces = [of.of(hashes, count) for of, count in zip(planner.pieces, counts, strict=True)]
+        told = self._told([some._replace(pieces=its) for some, its in zip(chunks, pieces, strict=True)])
+        first = min(map(self._lacking, chunks, (self._tiers(some, told) for some in chunks), planner.groups))
+        more = []
+        for number, (group, of, count) in enumerate(zip(planner.groups, planner.pieces, counts, strict=True)):
+            begin = first // group.chunk_tokens
+            end = -(-(first + planner.chunk_tokens) // group.chunk_tokens)
+            for chunk in range(begin, min(end, count)):
+                more.append(Chunks(chunks[number].owner, chunk, (), of.of(hashes, chunk), number))
+        return told | self._told(more) if more else told
 
-    def _told(self, chunks: Chunks) -> dict[ChunkKey, str]:
+    def _lacking(self, chunks: Chunks, tiers: Sequence[str | None], group: Group) -> int:
+        """The first token of the chunk whose pieces may be of use: behind all that is held without a gap, or, where
+        beginnings are not needed, behind all that is held."""
+        count = len(chunks.digests)
+        if group.full:
+            chunk = next((number for number in range(count) if tiers[number] is None), count)
+        else:
+            chunk = next((number + 1 for number in reversed(range(count)) if tiers[number] is not None), 0)
+        return chunk * group.chunk_tokens
+
+    def _told(self, chunks: Sequence[Chunks]) -> dict[ChunkKey, str]:
         """The answer of the tiers about every rank's part of these."""
         assert self._index is not None
-        keys = {segment.key: segment for names in self._ranks for segment in names.segments(chunks)}
+        keys = {
+            segment.key: segment
+            for names in self._ranks for some in chunks for segment in names[some.group].segments(some)
+        }  # fmt: skip
         located = zip(keys, self._index.locate(list(keys.values())), strict=True)
         return {key: tier for key, tier in located if tier is not None}
 
-    def _found(self, request: str, chunks: Chunks, local: int, told: Told) -> _Found:
-        """The chunks that can be loaded for a request, and the pieces that follow. The engine has `local` tokens."""
-        planner, step = self._planner, self._planner.chunk_tokens
-        tiers = self._tiers(chunks, told)
-        count = planner.held(local, tiers)
-        candidates = planner.pieces_of(request, count)
-        its_tiers = dict(zip(candidates.pieces, self._tiers(candidates, told), strict=True))
-        there = [piece for piece in candidates.pieces if its_tiers[piece] is not None]
-        pieces = tuple(leading(there, count * step))
-        found = [(number * step, (number + 1) * step, tier) for number, tier in enumerate(tiers[:count]) if tier]
-        found += [(piece.start, piece.end, tier) for piece in pieces if (tier := its_tiers[piece])]
-        complete = all(tiers) and pieces[-1:] == candidates.pieces[-1:]
-        return _Found(Offer(count, pieces), found, complete)
+    def _found(self, request: str, chunks: Sequence[Chunks], local: int, told: Told) -> _Found:
+        """The KV that can be loaded for a request. The engine has `local` tokens."""
+        planner, first = self._planner, {}
+
+        def pieces(group: int, number: int) -> tuple[Piece, ...]:
+            candidates = planner.pieces_of(request, group, number)
+            where = self._tiers(candidates, told)
+            there = [piece for piece, tier in zip(candidates.pieces, where, strict=True) if tier is not None]
+            found = tuple(leading(there, number * planner.groups[group].chunk_tokens))
+            if not group:
+                first.update({piece: tier for piece, tier in zip(candidates.pieces, where, strict=True) if tier})
+            return found
+
+        tiers = [self._tiers(some, told) for some in chunks]
+        hit, complete = planner.reach(request, local, tiers, pieces)
+        step = planner.groups[0].chunk_tokens
+        count = hit.offers[0].chunks
+        spans = [(number * step, (number + 1) * step, tier) for number, tier in enumerate(tiers[0][:count]) if tier]
+        spans += [(piece.start, piece.end, first[piece]) for piece in hit.offers[0].pieces]
+        return _Found(hit, spans, complete)
 
     def _tiers(self, chunks: Chunks, told: Told) -> list[str | None]:
         """By chunk and piece, where it would come from: None unless every rank's part is somewhere."""
         tiers: list[str | None] = [MEMORY] * (len(chunks.digests) + len(chunks.pieces))
         for names, held in zip(self._ranks, self._held, strict=True):
-            for index, segment in enumerate(names.segments(chunks)):
+            for index, segment in enumerate(names[chunks.group].segments(chunks)):
                 if tiers[index] is not None and segment.key not in held:
                     tiers[index] = told.get(segment.key)
         return tiers

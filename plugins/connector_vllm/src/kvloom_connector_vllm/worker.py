@@ -6,10 +6,10 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from functools import partial
 from threading import Event, Lock
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -36,7 +36,7 @@ COLLECT_SECONDS = 0.02
 class _Transfer:
     """A load or save that was ordered."""
 
-    __slots__ = ("_beginning", "cancelled", "move", "over", "segments", "task")
+    __slots__ = ("_beginning", "cancelled", "failed", "move", "over", "segments", "task")
 
     def __init__(self, move: Move) -> None:
         self.move = move
@@ -45,6 +45,8 @@ class _Transfer:
         """None if it has not begun. Once it is over: if it never did."""
         self.over = Event()
         self.cancelled = False
+        self.failed = False
+        """It could not begin."""
         self._beginning = Lock()
 
     def begin(self, start: Callable[[], Task]) -> Task | None:
@@ -97,6 +99,15 @@ class _MemoryChanges:
             report.left[rank] = list(left)
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One group of layers: its engine, its names, and the tokens of its blocks."""
+
+    engine: Engine
+    names: Names
+    block_tokens: int
+
+
 class Worker:
     """The worker's half, one for each rank. All calls come from the engine's worker thread. A step with nothing to do
     costs microseconds.
@@ -106,33 +117,39 @@ class Worker:
     """
 
     def __init__(
-        self, engine: Engine, names: Names, *, rank: int, block_tokens: int, asynchronous: bool = True
+        self, parts: Sequence[Part], *, rank: int, asynchronous: bool = True, by_request: bool = False
     ) -> None:
-        """asynchronous: no step computes with KV that is still being loaded."""
+        """parts: by group; the engines of all are siblings of the first one's.
+
+        asynchronous: no step computes with KV that is still being loaded. by_request: the engine cannot go on behind
+        any block, so that a load that failed is told by its request, not by blocks.
+        """
         self._asynchronous = asynchronous
-        self._engine = engine
-        self._names = names
+        self._by_request = by_request
+        self._parts = tuple(parts)
+        self._engine = parts[0].engine
+        """For all that the groups have in common: memory, counts."""
         self._rank = rank
-        self._block_tokens = block_tokens
-        self._memory: dict[str, Any] = {}
+        self._memory: list[dict[str, Any]] = [{} for _ in parts]
         self._orders: Orders | None = None
         self._calls = ThreadPoolExecutor(1, "kvloom-step")
-        self._changes = _MemoryChanges(engine)
+        self._changes = _MemoryChanges(self._engine)
         self._collect_due = 0.0
-        self._loads: dict[str, _Transfer] = {}
+        self._loads: dict[str, list[_Transfer]] = {}
         self._saves: dict[int, _Transfer] = {}
         self._later: list[_Transfer] = []
         """Saves of the last step, which have not begun; and what it used, below."""
         self._touched: Sequence[Chunks] = ()
         self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
         self._failures = 0
         self._idle = self._patient = False
         self._report = Report()
         self._counted: Mapping[Any, Any] = {}
 
-    def attach(self, pages: Sequence[torch.Tensor], *, order: torch.Tensor | None = None) -> None:
-        """The engine's memory, a view `[num_blocks, page_elements]` for each layer. order: see `VLLMBlobConnector`."""
-        self._memory = {"pages": tuple(pages), **({} if order is None else {"order": order})}
+    def attach(self, pages: Sequence[torch.Tensor], *, order: torch.Tensor | None = None, group: int = 0) -> None:
+        """A group's memory, a view `[num_blocks, page_elements]` for each layer. order: see `VLLMBlobConnector`."""
+        self._memory[group] = {"pages": tuple(pages), **({} if order is None else {"order": order})}
 
     # -- a step, in order ----------------------------------------------------------------------------------------------
 
@@ -154,22 +171,23 @@ class Worker:
         """The step's orders, before it is computed. Begins the saves of requests that are over."""
         self._begin_later()
         self._orders = orders
-        self._begin(self._engine.save, self._saved(orders.step.ended, orders))
+        self._begin("save", self._saved(orders.step.ended, orders))
 
     def load(self, *, wait: bool) -> None:
         """Begin the step's loads. wait: the step computes with their KV."""
         assert self._orders is not None
         step = self._orders.step
-        loads = {move.request: _Transfer(move) for move in step.loads}
-        self._loads |= loads
-        self._begin(self._engine.load, list(loads.values()))
+        loads = [_Transfer(move) for move in step.loads]
+        for load in loads:
+            self._loads.setdefault(load.move.request, []).append(load)
+        self._begin("load", loads)
         for request in step.cancelled:
-            load = self._loads.get(request)
-            if load is not None:
+            for load in self._loads.get(request, ()):
                 load.cancel()
         if wait:
-            for request, load in loads.items():
-                load.over.wait()
+            for request in {load.move.request: None for load in loads}:
+                for load in self._loads[request]:
+                    load.over.wait()
                 self._loaded(self._loads.pop(request))
                 self._report.loaded.add(request)
 
@@ -186,20 +204,26 @@ class Worker:
 
     def finished(self) -> set[str]:
         """Requests whose loads are over since the last call, whether all came or not."""
-        under_way = next(iter(self._loads.values()), None) or next(iter(self._saves.values()), None)
+        loads = (load for loads in self._loads.values() for load in loads if not load.over.is_set())
+        under_way = next(loads, None) or next(iter(self._saves.values()), None)
         if self._idle and under_way is not None:
             under_way.over.wait(IDLE_SECONDS)
         elif self._idle and self._patient:
             time.sleep(IDLE_SECONDS)
-        over = [request for request, load in self._loads.items() if load.over.is_set()]
+        over = [request for request, loads in self._loads.items() if all(load.over.is_set() for load in loads)]
         for request in over:
             self._loaded(self._loads.pop(request))
         self._report.loaded.update(over)
         return set(over)
 
     def failed_blocks(self) -> set[int]:
-        """Blocks that were to be loaded and were not, since the last call."""
+        """Blocks that were to be loaded and were not, since the last call; none if requests are told of."""
         failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def failed_requests(self) -> set[str]:
+        """Requests, of those that `finished` told of, that did not get everything and have to begin anew."""
+        failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def report(self) -> Report | None:
@@ -234,7 +258,7 @@ class Worker:
     def close(self) -> None:
         """Cancel work under way and write accepted chunks. Idempotent."""
         self._begin_later()
-        for load in self._loads.values():
+        for load in (load for loads in self._loads.values() for load in loads):
             load.cancel()
         self._calls.shutdown()
         self._engine.close()
@@ -257,23 +281,27 @@ class Worker:
         touched, self._touched = self._touched, ()
         if touched:
             self._calls.submit(self._touch, touched)
-        self._begin(self._engine.save, later)
+        self._begin("save", later)
 
-    def _begin(self, verb: Callable[..., Task], transfers: Sequence[_Transfer]) -> None:
+    def _begin(self, verb: Literal["load", "save"], transfers: Sequence[_Transfer]) -> None:
         """Have them begin, in the order of these calls, and not before what this thread has queued on a device."""
         if transfers:
             self._calls.submit(self._begun, verb, transfers, CurrentStreams())
 
-    def _begun(self, verb: Callable[..., Task], transfers: Sequence[_Transfer], streams: CurrentStreams) -> None:
+    def _begun(self, verb: Literal["load", "save"], transfers: Sequence[_Transfer], streams: CurrentStreams) -> None:
         for transfer in transfers:
             move, task = transfer.move, None
+            part, memory = self._parts[move.chunks.group], self._memory[move.chunks.group]
             try:
-                transfer.segments = segments = self._names.segments(move.chunks)
-                start = partial(verb, segments, blocks=move.blocks, first_block=move.first_block, **self._memory)
-                with streams.current():
-                    task = transfer.begin(start)
+                transfer.segments = segments = part.names.segments(move.chunks)
+                call = part.engine.load if verb == "load" else part.engine.save
+                start = partial(call, segments, blocks=move.blocks, first_block=move.first_block, **memory)
+                if segments:
+                    with streams.current():
+                        task = transfer.begin(start)
             except Exception as error:  # nothing of it may reach the engine
-                log.warning("no %s began for request %s: %s", verb.__name__, one_line(move.request), error)
+                transfer.failed = True
+                log.warning("no %s began for request %s: %s", verb, one_line(move.request), error)
             if task is None:
                 transfer.over.set()
             else:
@@ -292,29 +320,38 @@ class Worker:
     def _touch(self, touched: Sequence[Chunks]) -> None:
         try:
             for chunks in touched:
-                self._engine.touch(self._names.segments(chunks))
+                self._engine.touch(self._parts[chunks.group].names.segments(chunks))
         except Exception as error:
             log.warning("the use of chunks could not be noted: %s", error)
 
-    def _loaded(self, load: _Transfer) -> None:
-        """Record the blocks that did not get their KV, if a request still wants it."""
-        if load.cancelled:
-            return
-        move, missing = load.move, set(load.move.blocks)
+    def _loaded(self, loads: Sequence[_Transfer]) -> None:
+        """Record the blocks of a request that did not get their KV, if it still wants it."""
+        missing = set().union(*map(self._missing, loads))
+        if missing:
+            request = loads[0].move.request
+            self._failures += 1
+            self._report.failed.add(request)
+            if self._by_request:
+                self._failed_requests.add(request)
+            else:
+                self._failed_blocks |= missing
+
+    def _missing(self, load: _Transfer) -> set[int]:
+        if load.cancelled or (load.task is None and not load.failed):
+            return set()
+        move, mask = load.move, None
         try:
-            mask = [] if load.task is None else load.task.result().tolist()
+            mask = None if load.task is None else load.task.result().tolist()
         except Exception as error:  # whatever it was, the engine computes these blocks itself
             log.warning("a load for request %s failed: %s", one_line(move.request), error)
-            mask = []
-        for segment, here in zip(load.segments, mask, strict=False):
-            if here:
-                begin, end = segment.start // self._block_tokens, segment.end // self._block_tokens
-                missing.difference_update(move.blocks[begin - move.first_block : end - move.first_block])
-        missing.discard(-1)
-        if missing:
-            self._failures += 1
-            self._report.failed.add(move.request)
-            self._failed_blocks |= missing
+        if mask is None:
+            return set(move.blocks) - {-1}
+        tokens, missing = self._parts[move.chunks.group].block_tokens, set[int]()
+        for segment, here in zip(load.segments, mask, strict=True):
+            if not here:
+                begin, end = segment.start // tokens, segment.end // tokens
+                missing.update(move.blocks[begin - move.first_block : end - move.first_block])
+        return missing - {-1}
 
     def _end_of(self, number: int, save: _Transfer) -> None:
         try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -27,7 +29,7 @@ from ..paged.views import pages_of
 from ..plan import Owner, Scheduled
 from ..planner import Planner
 from ..scheduler import MEMORY, Orders, Report, Scheduler, patience_of
-from ..worker import Worker
+from ..worker import Part, Worker
 from . import platform
 from .events import events_of
 from .metrics import PromMetrics, Stats
@@ -72,11 +74,14 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._rank = _tensor_rank() if role == KVConnectorRole.WORKER else 0
         ranks = int(parallel.tensor_parallel_size)
         self._settings = settings = Settings.read(transfer.kv_connector_extra_config, ranks=ranks)
-        about = platform.about_model(vllm_config, identities.layer_spec(kv_cache_config))
-        self._identity = identities.identify(
-            vllm_config, kv_cache_config, rank=self._rank, about=about, pages=settings.pages
+        self._identities = identities.identify_groups(
+            vllm_config, kv_cache_config, rank=self._rank, about=partial(platform.about_model, vllm_config),
+            pages=settings.pages,
         )  # fmt: skip
-        self._config = settings.opened(self._identity.geometry)
+        self._groups = settings.groups(self._identities)
+        order = tuple(one.group for one in self._identities)
+        self._order = None if order == tuple(range(len(order))) else order
+        self._config = settings.engine
         self._adapters = identities.Adapters()
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
@@ -94,40 +99,45 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker = self._open_worker()
 
     def _open_scheduler(self, ranks: int) -> Scheduler:
-        config, identity = self._config, self._identity
-        index = Engine.open(config, identity.spec, role="index") if has_shared_tier(config) else None
-        names = [self._names(rank) for rank in range(ranks)]
+        config, hash_tokens = self._config, self._identities[0].hash_tokens
+        opened = self._settings.opened(self._identities[0].geometry)
+        index = Engine.open(opened, self._identities[0].spec, role="index") if has_shared_tier(config) else None
         planner = Planner(
-            block_tokens=identity.geometry.block_tokens,
-            chunk_tokens=config.chunk_tokens,
-            hash_tokens=identity.hash_tokens,
-            save_generated=config.save_decode_cache,
-            tails=config.save_tails,
+            self._groups, hash_tokens=hash_tokens, save_generated=config.save_decode_cache, tails=config.save_tails,
             save=self._produces,
-        )
+        )  # fmt: skip
         events = self._vllm_config.kv_events_config
         announcer = None
         if events is not None and events.enable_kv_cache_events:
-            announcer = Announcer(chunk_tokens=config.chunk_tokens, hash_tokens=identity.hash_tokens)
+            announcer = Announcer(chunk_tokens=self._groups[0].chunk_tokens, hash_tokens=hash_tokens)
+        names = [self._names(rank) for rank in range(ranks)]
         return Scheduler(planner, names, index, announcer, asynchronous=self._settings.async_load)
 
     def _open_worker(self) -> Worker:
-        config, identity = self._config, self._identity
-        engine = Engine.open(config, identity.spec)
-        names = self._names(self._rank)
-        log.info(
-            "kvloom: chunks of %d tokens, tiers %s, fingerprint %s, rank %d",
-            config.chunk_tokens, ", ".join(engine.tiers), engine.fingerprint, self._rank,
-        )  # fmt: skip
+        largest = max(self._identities, key=lambda one: one.geometry.layers * one.geometry.page_elements)
+        first = Engine.open(self._settings.opened(largest.geometry), largest.spec)
+        engines = [
+            first if one is largest else first.sibling(one.spec, self._settings.opened(one.geometry))
+            for one in self._identities
+        ]
+        for engine, group in zip(engines, self._groups, strict=True):
+            log.info(
+                "kvloom: chunks of %d tokens, tiers %s, fingerprint %s, rank %d",
+                group.chunk_tokens, ", ".join(first.tiers), engine.fingerprint, self._rank,
+            )  # fmt: skip
+        parts = map(Part, engines, self._names(self._rank), (group.block_tokens for group in self._groups))
         return Worker(
-            engine, names, rank=self._rank, block_tokens=identity.geometry.block_tokens,
-            asynchronous=self._settings.async_load,
+            [*parts], rank=self._rank, asynchronous=self._settings.async_load,
+            by_request=self._settings.by_request(self._identities),
         )  # fmt: skip
 
-    def _names(self, rank: int) -> Names:
-        config, identity = self._config, self._identity
+    def _names(self, rank: int) -> list[Names]:
+        """By group."""
         format = self._settings.connector.format
-        return Names(identity.of_rank(rank), identity.geometry, format, chunk_tokens=config.chunk_tokens)
+        return [
+            Names(one.of_rank(rank), one.geometry, format, chunk_tokens=group.chunk_tokens, group=number)
+            for number, (one, group) in enumerate(zip(self._identities, self._groups, strict=True))
+        ]
 
     # -- the scheduler's half ------------------------------------------------------------------------------------------
 
@@ -163,13 +173,12 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         assert self._scheduler is not None
         if num_external_tokens > 0:
-            (ids,) = blocks.get_block_ids()
-            self._scheduler.load(request, ids, num_external_tokens)
+            self._scheduler.load(request, self._by_group(blocks.get_block_ids()), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Metadata:
         assert self._scheduler is not None
         idle = scheduler_output.total_num_scheduled_tokens == 0
-        return Metadata(self._scheduler.orders(_scheduled(scheduler_output), idle=idle))
+        return Metadata(self._scheduler.orders(self._scheduled(scheduler_output), idle=idle))
 
     def update_connector_output(self, connector_output: Any) -> None:
         assert self._scheduler is not None
@@ -178,14 +187,14 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.report(meta.report)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        assert self._scheduler is not None
-        self._scheduler.end(request.request_id, block_ids)
-        return False, None
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])
+        assert self._scheduler is not None
+        self._scheduler.end(request.request_id, self._by_group(block_ids))
+        return False, None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -204,11 +213,12 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         assert self._worker is not None
-        pages = pages_of(kv_caches, self._identity, int(self._kv_cache_config.num_blocks))
-        order = None
-        if not self._settings.pages:
-            order = page_order(self._vllm_config, self._identity, kv_caches).to(pages[0].device)
-        self._worker.attach(pages, order=order)
+        for group, identity in enumerate(self._identities):
+            pages = pages_of(kv_caches, identity, int(self._kv_cache_config.num_blocks))
+            order = None
+            if not self._settings.pages:
+                order = page_order(self._vllm_config, identity, kv_caches).to(pages[0].device)
+            self._worker.attach(pages, order=order, group=group)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert self._worker is not None and isinstance(kv_connector_metadata, Metadata)
@@ -236,6 +246,12 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         assert self._worker is not None
         return None, self._worker.finished() or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        assert self._worker is not None
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving |= self._worker.failed_requests()
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         assert self._worker is not None
@@ -277,7 +293,7 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def take_events(self) -> Iterable[Any]:
         assert self._scheduler is not None
-        return events_of(self._scheduler.announcements(), self._identity.hash_tokens)
+        return events_of(self._scheduler.announcements(), self._identities[0].hash_tokens)
 
     def shutdown(self) -> None:
         if self._worker is not None:
@@ -290,24 +306,28 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         adapter = self._adapters.of(request.lora_request)
         return None if adapter is None else owner_of(adapter, request.cache_salt or self._config.salt)
 
+    def _by_group(self, tables: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """vLLM's block tables in the order of our groups."""
+        return tables if self._order is None or not tables else [tables[group] for group in self._order]
 
-def _scheduled(output: Any) -> Iterator[Scheduled]:
-    """A SchedulerOutput's entries by request; drafts of speculative decoding do not count."""
-    tokens, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+    def _scheduled(self, output: Any) -> Iterator[Scheduled]:
+        """A SchedulerOutput's entries by request; drafts of speculative decoding do not count."""
+        tokens, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
 
-    def after(request: str, computed: int) -> int:
-        return int(computed + tokens[request] - len(drafts.get(request, ())))
+        def after(request: str, computed: int) -> int:
+            return int(computed + tokens[request] - len(drafts.get(request, ())))
 
-    for new in output.scheduled_new_reqs:
-        (blocks,) = new.block_ids
-        computed = new.num_computed_tokens
-        yield Scheduled(new.req_id, blocks, True, computed, after(new.req_id, computed))
-    running = output.scheduled_cached_reqs
-    for request, blocks, computed in zip(
-        running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True
-    ):
-        ids = blocks[0] if blocks else ()
-        yield Scheduled(request, ids, request in running.resumed_req_ids, computed, after(request, computed))
+        for new in output.scheduled_new_reqs:
+            computed = new.num_computed_tokens
+            yield Scheduled(
+                new.req_id, self._by_group(new.block_ids), True, computed, after(new.req_id, computed)
+            )  # fmt: skip
+        running = output.scheduled_cached_reqs
+        for request, blocks, computed in zip(
+            running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True
+        ):
+            fresh = request in running.resumed_req_ids
+            yield Scheduled(request, self._by_group(blocks or ()), fresh, computed, after(request, computed))
 
 
 def _tensor_rank() -> int:
