@@ -274,8 +274,7 @@ class PaddedSerializer(RawSerializer):
     def decode(self, blob: Buffers, into: Chunk) -> None:
         super().decode(blob[:-1], into)
 
-    def view(self, blob: memoryview, like: Chunk) -> None:
-        return None
+    view = Serializer.view
 
     def max_encoded_bytes(self, chunk: Chunk) -> int:
         return chunk.nbytes + (2 << 20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from faults_support import DAMAGE, KV, MEMORY, TOKENS, Open, chunk_names, count,
 from layers_support import DEEP, by_layers, chunks_in, deep_kv
 from layers_support import TOKENS as DEEP_TOKENS
 
-from kvloom import Engine
+from kvloom import Engine, StorageBackend
 from kvloom.memory import MappedMemory, Mappings
 from kvloom.runtime import SystemRuntime
 
@@ -53,6 +54,54 @@ def test_a_chunk_is_mapped_and_verified_once(open_engine: Open) -> None:
     assert not any(pane.closed for pane in panes)
     engine.close()
     assert all(pane.closed for pane in panes)
+
+
+def test_a_request_for_what_is_mapped_asks_twice(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once before all is read, and once afterwards."""
+    asked: list[int] = []
+
+    def current_many(self: Window, blobs: Sequence[Pane]) -> list[bool]:
+        asked.append(len(blobs))
+        return StorageBackend.current_many(self, blobs)
+
+    monkeypatch.setattr(Window, "current_many", current_many, raising=False)
+    engine = filled(open_engine)
+    assert retrieve(engine) == [True] * 4
+    asked.clear()
+    assert retrieve(engine) == [True] * 4
+    assert asked == [4, 4]
+
+
+def test_one_that_cannot_be_asked_about_is_mapped_anew(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    engine = filled(open_engine)
+    assert retrieve(engine) == [True] * 4
+    broken = window().panes[1]
+    real = Pane.current
+
+    def current(self: Pane) -> bool:
+        if self is broken:
+            raise OSError(5, "Input/output error")
+        return real(self)
+
+    monkeypatch.setattr(Pane, "current", current)
+    assert retrieve(engine) == [True] * 4
+    assert [pane.closed for pane in window().panes] == [False, True, False, False, False]
+    engine.close()
+    assert all(pane.closed for pane in window().panes)
+
+
+def test_memory_gives_some_and_a_store_the_rest(open_engine: Open) -> None:
+    with open_engine(WINDOW) as engine:
+        engine.store(TOKENS, kv=KV)
+    engine = open_engine(MEMORY, WINDOW, observers=["witness"])
+    assert retrieve(engine) == [True] * 4
+    assert engine.prefetch(TOKENS[: 2 * CHUNK]).result().all()
+    assert engine.pin(TOKENS[: 2 * CHUNK])
+    assert retrieve(engine) == [True] * 4
+    assert engine._events.flush(30)
+    assert dict(Witness.made[-1].seen[-1][0].sources) == {"memory": 2 * CHUNK, "window": 2 * CHUNK}
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -281,7 +330,7 @@ def test_chunks_that_have_to_be_decoded_are_read(open_engine: Open) -> None:
         engine.store(TOKENS, kv=KV)
     engine = open_engine(tier)
     assert retrieve(engine) == [True] * 4
-    assert mapped(engine) == 0 and all(pane.closed for pane in window().panes)
+    assert window().panes == [], "read once, not mapped first"
 
 
 def test_a_device_reads_from_pinned_memory(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +383,8 @@ def test_signed_blobs_are_read(open_engine: Open, tmp_path: Path) -> None:
     with open_engine(tier) as engine:
         engine.store(TOKENS, kv=KV)
     engine = open_engine(tier)
-    assert retrieve(engine) == [True] * 4 and mapped(engine) == 0
+    assert retrieve(engine) == [True] * 4
+    assert window().panes == [], "read once, not mapped first"
 
 
 def test_a_request_knows_which_tier_gave_a_chunk(open_engine: Open) -> None:

@@ -326,7 +326,7 @@ PLANTS: dict[Plant, Planted] = {
     lease_forgotten: Planted(("leaked lease", "accounts"), 2000),
     batch_in_another_order: Planted(("wrong bytes",), 2003),
     batch_of_writes_is_one_write: Planted(("memory reused",), 2001),
-    layer_not_checked: Planted(("wrong bytes",), 20389),
+    layer_not_checked: Planted(("wrong bytes",), 21000),
     layers_go_on_growing: Planted(("wrong bytes", "wrong mask"), 2000),
     pieces_of_any_prompt: Planted(("wrong bytes",), 2100),
     mapped_memory_not_asked_about: Planted(("wrong bytes",), 2157),

@@ -22,6 +22,8 @@ class Mappings:
 
     def current(self, memories: Sequence[MappedMemory]) -> list[bool]:
         """Return for each whether the store still has the blob, and nothing else was read; False if it cannot say."""
+        if not memories:
+            return []
         try:
             answers = [*self._current([memory.blob for memory in memories])]
         except Exception:

@@ -158,27 +158,14 @@ class Loader:
                 self.missed([lost.segment], why)
             self._give_up(started, waiting, later, context)
 
-    def at_hand(self, segments: Sequence[Segment], shape: Shape, *, mapped: bool) -> list[Loaded | None]:
-        """Lease what memory holds, and what a store has mapped if that is all the rest.
-
-        mapped: what a store has mapped will do.
-        """
-        found = self.memory.lease([segment.key for segment in segments])
-        lacking = [number for number, one in enumerate(found) if one is None] if mapped and self.stored else []
-        if lacking:
-            rest = [segments[number] for number in lacking]
-            source = next((tier for tier in self.stored if tier.loads.maps(segment.key for segment in rest)), None)
-            if source is not None:
-                try:
-                    leased = source.loads.lease_mapped(_wanted(rest, shape))
-                except BaseException:
-                    for loaded in found:
-                        if loaded is not None:
-                            loaded.release()
-                    raise
-                for number, one in zip(lacking, leased, strict=True):
-                    found[number] = one
-        return found
+    def add_mapped(self, held: list[Loaded | None], segments: Sequence[Segment], shape: Shape) -> None:
+        """Where None is held of a segment, lease what a store has mapped, if one has mapped all of those."""
+        lacking = [number for number, one in enumerate(held) if one is None]
+        rest = [segments[number] for number in lacking]
+        source = next((tier for tier in self.stored if tier.loads.maps(segment.key for segment in rest)), None)
+        if source is not None:
+            for number, one in zip(lacking, source.loads.lease_mapped(_wanted(rest, shape)), strict=True):
+                held[number] = one
 
     def leave_time_for_pieces(self, context: RequestContext) -> None:
         """A tier that is silent about whole chunks leaves another one the time to be asked for pieces, and read."""

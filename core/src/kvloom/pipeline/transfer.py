@@ -82,8 +82,10 @@ class Transfer:
                     chunks = [loaded.chunk for _, loaded in run]
                     if not stop.touch(partial(_copy, connector.write, here, chunks, where, record)):
                         break
-                right = intact([loaded.lease for _, loaded in run])
-                lost = [] if all(right) else [segment for segment, fine in zip(here, right, strict=True) if not fine]
+                lost = []
+                if any(loaded.lease.store for _, loaded in run):
+                    right = intact([loaded.lease for _, loaded in run])
+                    lost = [segment for segment, fine in zip(here, right, strict=True) if not fine]
                 if lost:
                     end = here.index(lost[0]) if leading else len(here)
                     self._stack.loader.missed(lost, CHANGED)
@@ -105,8 +107,10 @@ class Transfer:
         """As `Loader.fetch`. If everything is at hand, nothing else is asked."""
         memory = self._stack.memory
         into_memory = into_memory and memory.keep
-        held = self._stack.loader.at_hand(segments, self._connector.shape, mapped=not into_memory)
+        held = memory.lease([segment.key for segment in segments])
         try:
+            if not (into_memory or all(held)):
+                self._stack.loader.add_mapped(held, segments, self._connector.shape)
             if held and all(held):
                 run = [(segment, loaded) for segment, loaded in zip(segments, held, strict=True) if loaded is not None]
                 if record is not NO_TRACE:

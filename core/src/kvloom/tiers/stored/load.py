@@ -56,7 +56,7 @@ class Loads:
         self._now = runtime.now
         self._deletes = deletes
         self._batches = type(backend).get_many_into is not StorageBackend.get_many_into
-        self._maps = type(backend).map is not StorageBackend.map
+        self._maps = reader.views and type(backend).map is not StorageBackend.map
         self.inflight = InflightReads(calls, memory.invalidations, layout, runtime, self.read_layers)
 
     def read(self, wanted: Wanted, context: RequestContext) -> Read | None:

@@ -52,6 +52,9 @@ class BlobReader:
         self._exact_only = exact_only
         self._ttl = ttl
         self._protection = protection
+        # Others would be mapped first, and read then, to be decrypted or decoded in memory of the pool.
+        self.views = protection is None and type(serializers[0]).view is not Serializer.view
+        """Blobs as the tier writes them may be used where they lie."""
         self._outlines: dict[tuple[int, ...], tuple[torch.Tensor, int]] = {}
 
     def read(
@@ -108,12 +111,12 @@ class BlobReader:
         return self._outline(wanted.shape, wanted.num_tokens)[1] + envelope.MAX_HEADER_BYTES
 
     def mapped(self, blob: MappedBlob, wanted: Wanted) -> tuple[envelope.Header, Chunk] | None:
-        """Verify a mapped blob; its header and the chunk in it, or None if it has to be read and decoded.
+        """Verify a mapped blob that is not signed; its header and the chunk in it, or None if it has to be decoded.
 
         Raises as `check` does.
         """
         outline, _ = self._outline(wanted.shape, wanted.num_tokens)
-        if self._protection is not None or len(blob.view) > self.longest(wanted):
+        if len(blob.view) > self.longest(wanted):
             return None
         verifier = envelope.Verifier(blob.view, key=str(wanted.key))
         verifier.filled(len(blob.view))
