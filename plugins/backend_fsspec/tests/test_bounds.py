@@ -125,6 +125,50 @@ def test_a_server_whose_listing_does_not_end_is_given_up(
         backend.close()
 
 
+def test_a_control_character_in_the_name_of_a_file_ends_no_listing() -> None:
+    pytest.importorskip("webdav4")
+
+    class Server(BaseHTTPRequestHandler):
+        def do_PROPFIND(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"] or 0))
+            self.send_response(207)
+            self.end_headers()
+            self.wfile.write(_PROPERTIES.replace(b"<D:prop>", b"<D:prop><D:displayname>\1</D:displayname>"))
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with serving(Server) as port:
+        backend = FsspecBackend(FsspecBackend.Config(url=f"webdav://127.0.0.1:{port}/kv", allow_http=True, retries=0))
+        assert [entry.key for entry in backend.scan()] == ["a"]
+        backend.close()
+
+
+@pytest.mark.parametrize(
+    ("key", "date", "problem"),
+    [("kv//x", "2026-01-01T00:00:00.000Z", "remove the object"), ("kv/x", "0000-01-01T00:00:00.000Z", "cannot be")],
+)
+def test_what_no_bucket_can_have_is_an_error_of_the_store(key: str, date: str, problem: str) -> None:
+    pytest.importorskip("obstore")
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            one = f"<Contents><Key>{key}</Key><LastModified>{date}</LastModified><Size>4</Size></Contents>"
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(f"<ListBucketResult><IsTruncated>false</IsTruncated>{one}</ListBucketResult>".encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with serving(Server) as port:
+        options = {"endpoint": f"http://127.0.0.1:{port}", "region": "x", "skip_signature": "true"}
+        backend = FsspecBackend(FsspecBackend.Config(url="s3://bucket/kv", options=options, allow_http=True))
+        with pytest.raises(BackendError, match=problem):
+            list(backend.scan())
+        backend.close()
+
+
 @pytest.mark.parametrize("kind", ["repeated", "new", "empty"])
 def test_a_bucket_whose_listing_goes_on_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """kind: of its pages. obstore goes on past empty ones by itself."""

@@ -17,6 +17,8 @@ _MOST_ANSWER_BYTES = 64 << 20
 """Longest answer that a client of httpx reads whole, such as the listing of a directory: of 100,000 blobs and more."""
 _TAG_BYTES = 8
 """Bytes of XML to a tag, or to an attribute, at least: each takes about a hundred once it is parsed."""
+_NOT_IN_XML = bytes({*range(32)} - {*b"\t\n\r"})
+"""Bytes that some servers send nevertheless, where a file has them in its name: the parser would end the listing."""
 
 
 class Pace:
@@ -83,7 +85,7 @@ def bound_http(client: Any, seconds: float) -> None:
                     raise BackendError("the server answers with too many tags for so few bytes")
                 if got > _MOST_ANSWER_BYTES:
                     raise BackendError(f"the server answers with more than {_MOST_ANSWER_BYTES} bytes")
-                yield piece
+                yield piece.translate(None, _NOT_IN_XML)
 
         def close(self) -> None:
             self._stream.close()

@@ -255,6 +255,8 @@ async def _next_page(pages: Any, seconds: float) -> Any:
             return await anext(pages, _LAST)
     except TimeoutError:
         return None
+    except (ValueError, OverflowError) as error:  # a date that Python does not have
+        raise BackendError(f"the store lists what there cannot be: {error}") from None
 
 
 def _first_line(error: BaseException) -> str:
