@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
@@ -123,6 +124,31 @@ def test_a_server_whose_listing_does_not_end_is_given_up(
         assert not over.is_set()
         over.set()
         backend.close()
+
+
+def test_a_request_that_a_server_takes_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timeout of httpx begins anew with each part that is taken."""
+    taken, now, bytes_a_second = 0, 0.0, 1 << 20
+
+    class Network:
+        def write(self, data: bytes, timeout: float) -> None:
+            nonlocal taken, now
+            taken += len(data)
+            now += len(data) / bytes_a_second
+
+        def read(self, most: int, timeout: float) -> bytes:
+            assert timeout == 5
+            return b"HTTP/1.1 201"
+
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: now))
+    stream = pace._PacedStream(Network(), pace.Pace(5))
+    for data in (b"PUT", bytes(32 << 20)):
+        stream.write(data, timeout=60)
+    assert stream.read(100, timeout=60) and taken == (32 << 20) + 3
+    bytes_a_second, taken = 1 << 10, 0
+    with pytest.raises(TimeoutError):
+        stream.write(bytes(32 << 20), timeout=60)
+    assert taken < 1 << 20
 
 
 def test_a_control_character_in_the_name_of_a_file_ends_no_listing() -> None:
