@@ -69,7 +69,8 @@ $(SERVERS_READY): $(READY) scripts/servers_requirements.txt scripts/servers.sh
 
 test-servers: $(SERVERS_READY) ## real servers, started here: Redis, Ceph's S3 gateway, Azurite, Mooncake, WebDAV, SFTP, Prometheus
 	@sh scripts/servers.sh $(VENV) check
-	$(BIN)/python -m pytest -m "not slow" -n $(or $(WORKERS),2) --dist loadfile $(wildcard plugins/*/tests_servers)
+	$(BIN)/python -m pytest -m "not slow" -n $(or $(WORKERS),2) --dist loadfile --kvloom-seconds 600 \
+		$(wildcard plugins/*/tests_servers)
 
 fuzz: $(READY) ## the native codec's fuzzer for MINUTES=10, with a sanitizer build
 	@sh scripts/fuzzer.sh

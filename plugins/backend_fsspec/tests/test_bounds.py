@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
@@ -122,6 +123,75 @@ def test_a_server_whose_listing_does_not_end_is_given_up(
             list(backend.scan())
         assert not over.is_set()
         over.set()
+        backend.close()
+
+
+def test_a_request_that_a_server_takes_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timeout of httpx begins anew with each part that is taken."""
+    taken, now, bytes_a_second = 0, 0.0, 1 << 20
+
+    class Network:
+        def write(self, data: bytes, timeout: float) -> None:
+            nonlocal taken, now
+            taken += len(data)
+            now += len(data) / bytes_a_second
+
+        def read(self, most: int, timeout: float) -> bytes:
+            assert timeout == 5
+            return b"HTTP/1.1 201"
+
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: now))
+    stream = pace._PacedStream(Network(), pace.Pace(5))
+    for data in (b"PUT", bytes(32 << 20)):
+        stream.write(data, timeout=60)
+    assert stream.read(100, timeout=60) and taken == (32 << 20) + 3
+    bytes_a_second, taken = 1 << 10, 0
+    with pytest.raises(TimeoutError):
+        stream.write(bytes(32 << 20), timeout=60)
+    assert taken < 1 << 20
+
+
+def test_a_control_character_in_the_name_of_a_file_ends_no_listing() -> None:
+    pytest.importorskip("webdav4")
+
+    class Server(BaseHTTPRequestHandler):
+        def do_PROPFIND(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"] or 0))
+            self.send_response(207)
+            self.end_headers()
+            self.wfile.write(_PROPERTIES.replace(b"<D:prop>", b"<D:prop><D:displayname>\1</D:displayname>"))
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with serving(Server) as port:
+        backend = FsspecBackend(FsspecBackend.Config(url=f"webdav://127.0.0.1:{port}/kv", allow_http=True, retries=0))
+        assert [entry.key for entry in backend.scan()] == ["a"]
+        backend.close()
+
+
+@pytest.mark.parametrize(
+    ("key", "date", "problem"),
+    [("kv//x", "2026-01-01T00:00:00.000Z", "remove the object"), ("kv/x", "0000-01-01T00:00:00.000Z", "cannot be")],
+)
+def test_what_no_bucket_can_have_is_an_error_of_the_store(key: str, date: str, problem: str) -> None:
+    pytest.importorskip("obstore")
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            one = f"<Contents><Key>{key}</Key><LastModified>{date}</LastModified><Size>4</Size></Contents>"
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(f"<ListBucketResult><IsTruncated>false</IsTruncated>{one}</ListBucketResult>".encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with serving(Server) as port:
+        options = {"endpoint": f"http://127.0.0.1:{port}", "region": "x", "skip_signature": "true"}
+        backend = FsspecBackend(FsspecBackend.Config(url="s3://bucket/kv", options=options, allow_http=True))
+        with pytest.raises(BackendError, match=problem):
+            list(backend.scan())
         backend.close()
 
 

@@ -182,3 +182,21 @@ def test_a_directory_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sftp_store, "MOST_DIRECTORIES", 10)
     with pytest.raises(IncompleteListingError, match="behind 10 directories"):
         list(it.scan())
+
+
+def test_names_that_can_be_no_blobs_end_no_listing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """paramiko raises for one that is not UTF-8. A long one takes memory."""
+    import paramiko
+    from paramiko.message import Message
+
+    answer = Message()
+    for text in (b"a=kv", b"\xff", b"x" * 1000):
+        answer.add_string(text)
+    answer.rewind()
+    _, message = sftp_store._lenient(lambda *_: (104, answer))
+    names = [message.get_text() for _ in range(3)]
+    assert isinstance(message, paramiko.Message) and names[:2] == ["a=kv", "\ufffd"]
+    it = backend(monkeypatch, {f"/kv/{name}": FILE for name in names})
+    assert [entry.key for entry in it.scan()] == ["a"]
+    server = it._store()._connect().sftp
+    assert [entry.name for entry in sftp_store._entries(server, "/kv")] == names[:2]

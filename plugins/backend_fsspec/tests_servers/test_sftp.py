@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import threading
 import time
@@ -42,6 +43,15 @@ class TestSftp(BackendConformance):
 
 def opened(url: str, **options: str) -> FsspecBackend:
     return FsspecBackend(FsspecBackend.Config(url=url, options=options))
+
+
+def test_a_name_that_is_not_utf8_ends_no_listing(sshd: SshServer, here: Path) -> None:
+    backend = FsspecBackend(FsspecBackend.Config(**settings(sshd, here)))
+    backend.put("a/b", [b"blob"])
+    for directory in (here / "kv", here / "kv" / "a"):
+        Path(os.fsdecode(os.fsencode(directory) + b"/\xff=kv")).write_bytes(b"another's")
+    assert [entry.key for entry in backend.scan()] == ["a/b"]
+    backend.close()
 
 
 def test_it_has_options_of_its_own(here: Path) -> None:

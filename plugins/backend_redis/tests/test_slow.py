@@ -17,6 +17,7 @@ from kvloom_backend_redis.backend import RedisBackend
 from kvloom_backend_redis.errors import ServerError, Unreachable
 from kvloom_backend_redis.link import Link, packed
 from kvloom_backend_redis.links import Links
+from kvloom_backend_redis.stream import Stream
 
 AT_MOST_SECONDS = 20.0
 """Far more than anything here takes, and far less than what never ends."""
@@ -61,6 +62,27 @@ def test_what_comes_a_byte_at_a_time_is_given_up(said: bytes) -> None:
 def test_a_blob_that_comes_a_byte_at_a_time_is_given_up() -> None:
     with linked(0.3, lambda end: drips(end, b"$5000\r\n" + b"x" * 5000)) as link, pytest.raises(TimeoutError):
         link.fill(memoryview(bytearray(link.length(5000) or 0)))
+
+
+def test_what_is_taken_steadily_by_tls_may_take_longer_than_the_timeout() -> None:
+    """Its `sendall` has the timeout for all bytes."""
+    ours, theirs = socket.socketpair()
+    stream = Stream(ours, timeout=0.5)
+    stream._vectored = False  # as if it were TLS
+    ours.settimeout(0.5)
+
+    def take() -> None:
+        while theirs.recv(1 << 16):
+            time.sleep(0.05)
+
+    taker = threading.Thread(target=take)
+    taker.start()
+    try:
+        stream.send([bytes(3 << 19)])
+    finally:
+        stream.close()
+        taker.join(AT_MOST_SECONDS)
+        theirs.close()
 
 
 def test_what_comes_steadily_may_take_longer_than_the_timeout() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
+from kvloom import one_line
 from kvloom_backend_fsspec.config import Place
 
-_MAX_CHARS = 300
 _NO_BUCKET = ("NoSuchBucket", "The specified bucket does not exist", "ContainerNotFound")
 _BEYOND = ("416 ", "InvalidRange", "Requested range was invalid", "range started at", "Wanted range starting at")
 _NOT_THIS_ONE = re.compile(r"DeleteObjects request failed for key .*\(code: (UnknownError|InternalError)\)")
@@ -31,6 +31,10 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
         "it takes none of the keys: put one into ~/.ssh or the agent, or set `options: {key_filename: file}`",
     ),
     (("size mismatch in put",), "it did not take all of it: is its disk full?"),
+    (
+        ("object with invalid path",),
+        "no listing gets past a name like that: remove the object, or name a prefix in `url` that is kvloom's alone",
+    ),
     (("QuotaExceeded", "507 "), "the store is full: raise its quota, or set `capacity` below it"),
     (
         ("AccessDenied", "403 Forbidden", "PermissionDenied", "Permission denied"),
@@ -65,7 +69,7 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
 def explained(error: BaseException, place: Place) -> str:
     """One line with the store, its error and the remedy."""
     text = str(error) or type(error).__name__
-    said = _QUERY.sub("?...", text.partition("\n")[0])[:_MAX_CHARS].strip() or type(error).__name__
+    said = one_line(_QUERY.sub("?...", text.partition("\n")[0]).strip()) or type(error).__name__
     if code := _CODE.search(text):
         said = f"{said.partition(': <?xml')[0]} ({code[1]})"
     return f"{place.scheme}://{place.host}: {said}" + (f"; {remedy}" if (remedy := remedy_of(text)) else "")

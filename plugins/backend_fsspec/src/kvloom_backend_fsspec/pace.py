@@ -11,12 +11,16 @@ from kvloom import BackendError
 
 _BYTES = 256 << 10
 """Bytes that have to move in each `timeout`."""
+_WRITTEN_BYTES = 16 << 10
+"""Written at once: a timeout begins anew whenever a part of it is taken."""
 _MOST_PACKET_BYTES = 4 << 20
 """Longest message of an SFTP server; those of OpenSSH have 256 KiB at most."""
 _MOST_ANSWER_BYTES = 64 << 20
 """Longest answer that a client of httpx reads whole, such as the listing of a directory: of 100,000 blobs and more."""
 _TAG_BYTES = 8
 """Bytes of XML to a tag, or to an attribute, at least: each takes about a hundred once it is parsed."""
+_NOT_IN_XML = bytes({*range(32)} - {*b"\t\n\r"})
+"""Bytes that some servers send nevertheless, where a file has them in its name: the parser would end the listing."""
 
 
 class Pace:
@@ -83,7 +87,7 @@ def bound_http(client: Any, seconds: float) -> None:
                     raise BackendError("the server answers with too many tags for so few bytes")
                 if got > _MOST_ANSWER_BYTES:
                     raise BackendError(f"the server answers with more than {_MOST_ANSWER_BYTES} bytes")
-                yield piece
+                yield piece.translate(None, _NOT_IN_XML)
 
         def close(self) -> None:
             self._stream.close()
@@ -111,20 +115,29 @@ class _PacedNetwork:
 
 
 class _PacedStream:
-    """A network stream of httpcore. An answer's time begins when its request has been written."""
+    """A network stream of httpcore. A request has a pace, and its answer another one."""
 
     def __init__(self, stream: Any, pace: Pace) -> None:
         self._stream, self._pace = stream, pace
+        self._writes = False
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        left = self._pace.left()
-        data = bytes(self._stream.read(max_bytes, timeout=left if timeout is None else min(timeout, left)))
+        data = bytes(self._stream.read(max_bytes, timeout=self._left(timeout, writes=False)))
         self._pace.moved(len(data))
         return data
 
     def write(self, data: bytes, timeout: float | None = None) -> None:
-        self._stream.write(data, timeout=timeout)
-        self._pace.begin()
+        for start in range(0, len(data), _WRITTEN_BYTES):
+            piece = data[start : start + _WRITTEN_BYTES]
+            self._stream.write(piece, timeout=self._left(timeout, writes=True))
+            self._pace.moved(len(piece))
+
+    def _left(self, timeout: float | None, *, writes: bool) -> float:
+        if writes is not self._writes:
+            self._writes = writes
+            self._pace.begin()
+        left = self._pace.left()
+        return left if timeout is None else min(timeout, left)
 
     def start_tls(self, *args: Any, **settings: Any) -> _PacedStream:
         return _PacedStream(self._stream.start_tls(*args, **settings), self._pace)

@@ -27,6 +27,8 @@ _MAX_NATIVE_PARTS = 16
 """More are sent by Python, which finds their addresses faster."""
 PIECE_BYTES = 1 << 20
 """Bytes of a blob between two calls of the sink, so that they are verified while in the processor's cache."""
+_TLS_BYTES = 64 << 10
+"""Sent at once by TLS, where the timeout is for all of it."""
 _SLOWEST = 256 << 10
 """Bytes a second below which a connection is as good as dead: it would keep a thread for minutes."""
 
@@ -88,9 +90,11 @@ class Stream:
         """Send buffers."""
         if not self._vectored:
             for part in parts:
-                began = time.monotonic()
-                self._socket.sendall(part)
-                self._took(began, len(part))
+                for start in range(0, len(part), _TLS_BYTES):
+                    piece = memoryview(part)[start : start + _TLS_BYTES]
+                    began = time.monotonic()
+                    self._socket.sendall(piece)
+                    self._took(began, len(piece))
             return
         parts, at = list(parts), 0
         while at < len(parts):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from kvloom import BackendError, CorruptBlobError, Sink
@@ -205,17 +207,33 @@ class ObstoreStore:
     def _pages(self, directory: str) -> Generator[Any, None, None]:
         """The pages of a listing; None for one that does not come in time, which is cancelled.
 
-        obstore can only be cancelled in an event loop. The caller's thread may have one that runs.
+        obstore can only be cancelled in an event loop. The caller's thread may have one that runs, and a thread of a
+        pool would keep the process from ending.
         """
-        with ThreadPoolExecutor(1, thread_name_prefix="kvloom-listing") as thread:
-            runner = asyncio.Runner()
+        asked: SimpleQueue[bool] = SimpleQueue()
+        answers: SimpleQueue[Any] = SimpleQueue()
+
+        def fetch() -> None:
             try:
-                pages = self._native.list(self._client, prefix=directory or None, chunk_size=_PAGE)
-                within = partial(_next_page, pages, _PAGE_TIMEOUTS * self._timeout)
-                while (page := thread.submit(lambda: runner.run(within())).result()) is not _LAST:
-                    yield page
-            finally:
-                thread.submit(runner.close).result()
+                with asyncio.Runner() as runner:
+                    pages = self._native.list(self._client, prefix=directory or None, chunk_size=_PAGE)
+                    while asked.get():
+                        answers.put(runner.run(_next_page(pages, _PAGE_TIMEOUTS * self._timeout)))
+            except BaseException as error:
+                answers.put(error)
+
+        threading.Thread(target=fetch, name="kvloom-listing", daemon=True).start()
+        try:
+            while True:
+                asked.put(True)
+                page = answers.get()
+                if isinstance(page, BaseException):
+                    raise page
+                if page is _LAST:
+                    return
+                yield page
+        finally:
+            asked.put(False)
 
     def close(self) -> None:
         """Connections go with the client."""
@@ -255,6 +273,8 @@ async def _next_page(pages: Any, seconds: float) -> Any:
             return await anext(pages, _LAST)
     except TimeoutError:
         return None
+    except (ValueError, OverflowError) as error:  # a date that Python does not have
+        raise BackendError(f"the store lists what there cannot be: {error}") from None
 
 
 def _first_line(error: BaseException) -> str:
