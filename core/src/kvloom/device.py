@@ -150,10 +150,10 @@ def device_of(where: torch.device) -> Device | None:
 
 
 @contextmanager
-def stand_in(device: Device, type: str = "cpu") -> Iterator[None]:
-    """For tests: a context in which `device_of` returns this device for memory of that torch type."""
+def stand_in(device: Device) -> Iterator[None]:
+    """For tests: a context in which `device_of` returns this device for memory of the host."""
     before = _makers.copy()
-    _makers[type] = lambda where: device
+    _makers["cpu"] = lambda where: device
     _stand_ins.append(device)
     try:
         yield

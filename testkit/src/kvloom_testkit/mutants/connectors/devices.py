@@ -102,7 +102,7 @@ class QueuesItsCopies(Oddity, _Queueing):
 
 
 class AsksTheWrongThread(Mutant, _Queueing):
-    """For the stream that is current where it copies."""
+    """Asks for the current stream on the thread that copies, not on the engine's."""
 
     breaks = "C19"
 
@@ -147,7 +147,7 @@ class WaitsForTheOtherStream(Mutant, _Queueing):
 
 
 class GoesOnAfterAnError(Mutant, _Queueing):
-    """The chunks are somebody else's by then."""
+    """Continues to copy after an error, when the chunks belong to others."""
 
     breaks = "C19"
 
