@@ -280,7 +280,7 @@ def test_what_blending_needs_is_named_at_its_own_paths(registry: Registry) -> No
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (ValueError("path is no directory"), "tiers.1: path is no directory"),
+        (ValueError("path is not a directory"), "tiers.1: path is not a directory"),
         (PermissionError(13, "Permission denied", "/x"), "tiers.1: [Errno 13] Permission denied: '/x'"),
         (ConfigError("path", "not writable"), "tiers.1.path: not writable"),
         (ImportError("No module named 'redis'"), "tiers.1: No module named 'redis'"),

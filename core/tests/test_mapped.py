@@ -1,4 +1,4 @@
-"""Chunks in the memory of a store: verified once, read where they lie, and never used if they changed meanwhile."""
+"""Reads of mapped chunks: verified once, read where they lie, and never used if they changed meanwhile."""
 
 from __future__ import annotations
 
@@ -15,29 +15,9 @@ from core_support import CHUNK, Gate, Pane, Shelf, Window, Witness, eventually
 from faults_support import DAMAGE, KV, MEMORY, TOKENS, Open, chunk_names, count, misses, retrieve
 from layers_support import DEEP, by_layers, chunks_in, deep_kv
 from layers_support import TOKENS as DEEP_TOKENS
+from mapped_support import WINDOW, filled, mapped, window
 
 from kvloom import Engine, StorageBackend
-from kvloom.memory import MappedMemory, Mappings
-from kvloom.runtime import SystemRuntime
-
-WINDOW = {"type": "window", "deadline": "20s"}
-
-
-def window(name: str = "default") -> Window:
-    found = Shelf.shelves[name]
-    assert isinstance(found, Window)
-    return found
-
-
-def filled(open_engine: Open, *tiers: dict[str, object], **settings: Any) -> Engine:
-    """An engine over a window that another one has filled."""
-    with open_engine(WINDOW) as engine:
-        engine.store(TOKENS, kv=KV)
-    return open_engine(*(tiers or (WINDOW,)), **settings)
-
-
-def mapped(engine: Engine, tier: str = "window") -> int:
-    return len(engine.tiers[tier]._mapped)  # type: ignore[attr-defined]
 
 
 def test_a_chunk_is_mapped_and_verified_once(open_engine: Open) -> None:
@@ -269,61 +249,6 @@ def test_what_changed_while_it_was_written_on_is_not_kept_there(open_engine: Ope
     assert set(Shelf.shelves["near"].blobs) == {*chunk_names(engine)} - {name}
 
 
-def test_what_others_removed_is_given_back_in_a_while(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that does not ask for it any more would keep its memory from everybody."""
-    monkeypatch.setattr("kvloom.tiers.stored.maintenance.ROUND_SECONDS", 0.01)
-    engine = filled(open_engine)
-    assert retrieve(engine) == [True] * 4
-    gone, *there = window().panes
-    del window()._blobs[gone.key]
-    assert eventually(lambda: gone.closed)
-    assert mapped(engine) == 3 and not any(pane.closed for pane in there)
-
-
-def test_what_was_leased_is_given_back_if_the_rest_cannot_be_begun(
-    open_engine: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = filled(open_engine)
-    assert retrieve(engine) == [True] * 4
-    engine.tiers["window"]._mapped._held.popitem()  # type: ignore[attr-defined]
-
-    def fail(*_: object, **__: object) -> None:
-        raise MemoryError
-
-    with monkeypatch.context() as full:
-        full.setattr("kvloom.tiers.stored.inflight.InflightReads._begin_whole", fail)
-        with pytest.raises(MemoryError):
-            retrieve(engine)
-    panes = window().panes
-    engine.close()
-    assert sum(pane.closed for pane in panes) == 3, "all but the one that was taken out"
-
-
-def test_there_is_a_bound(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvloom.tiers.stored.mapped._MOST_MAPPED", 2)
-    engine = filled(open_engine)
-    for _ in range(2):
-        assert retrieve(engine) == [True] * 4
-        assert mapped(engine) == 2 and sum(not pane.closed for pane in window().panes) == 2
-
-
-def test_what_has_outlived_its_tier_is_not_served(open_engine: Open) -> None:
-    engine = filled(open_engine, WINDOW | {"ttl": "1h"})
-    assert retrieve(engine) == [True] * 4
-    reader = engine.tiers["window"]._mapped  # type: ignore[attr-defined]
-    reader._outlived = lambda written: True
-    assert mapped(engine) == 4
-    assert [one is None for one in reader.lease([held_as(engine, n) for n in range(4)], doomed=set)] == [True] * 4
-    assert all(pane.closed for pane in window().panes)
-
-
-def held_as(engine: Engine, place: int) -> Any:
-    from kvloom.tiers.stored.inflight import Wanted
-
-    segment = engine.segments(TOKENS)[place]
-    return Wanted(segment.key, tuple(KV[:, :, :CHUNK].shape), CHUNK)
-
-
 def test_chunks_that_have_to_be_decoded_are_read(open_engine: Open) -> None:
     tier = WINDOW | {"serializer": "padded"}
     with open_engine(tier) as engine:
@@ -338,39 +263,6 @@ def test_a_device_reads_from_pinned_memory(open_engine: Open, monkeypatch: pytes
     monkeypatch.setattr(type(engine._stack.memory.pool), "pinned", property(lambda pool: True))
     assert retrieve(engine) == [True] * 4
     assert window().panes == []
-
-
-def test_what_is_being_removed_is_not_served(open_engine: Open) -> None:
-    engine = filled(open_engine)
-    assert retrieve(engine) == [True] * 4
-    wanted = [held_as(engine, place) for place in range(4)]
-    found = engine.tiers["window"]._mapped.lease(wanted, doomed=lambda: {wanted[1].key})  # type: ignore[attr-defined]
-    assert [one is None for one in found] == [False, True, False, False]
-    for one in found:
-        if one is not None:
-            one.release()
-
-
-def test_a_chunk_of_another_shape_is_not_served(open_engine: Open) -> None:
-    engine = filled(open_engine)
-    assert retrieve(engine) == [True] * 4
-    longer = held_as(engine, 0)._replace(shape=(2, 2, 2 * CHUNK, 8))
-    assert engine.tiers["window"]._mapped.lease([longer], doomed=set) == [None]  # type: ignore[attr-defined]
-
-
-def test_what_is_mapped_twice_or_after_the_end_is_closed(open_engine: Open) -> None:
-    engine = filled(open_engine)
-    chunks, wanted = engine.tiers["window"]._mapped, held_as(engine, 0)  # type: ignore[attr-defined]
-    chunks._lease = lambda wanted: [None]  # as for threads that map it at one time
-    for _ in range(3):
-        _, loaded = chunks.open(wanted)
-        loaded.release()
-    assert [pane.closed for pane in window().panes] == [True, True, False]
-    chunks.close()
-    _, loaded = chunks.open(wanted)
-    assert not window().panes[-1].closed, "it is being read"
-    loaded.release()
-    assert all(pane.closed for pane in window().panes)
 
 
 def test_signed_blobs_are_read(open_engine: Open, tmp_path: Path) -> None:
@@ -445,26 +337,3 @@ def test_a_store_that_cannot_map_is_read(open_engine: Open) -> None:
     window().before = before
     assert retrieve(engine) == [True] * 4
     assert {tier.state for tier in engine.health().tiers} == {"ok"}
-
-
-def test_it_is_closed_once_by_the_last_who_reads_it() -> None:
-    for first in ("owner", "readers"):
-        pane = Pane(Window(Window.Config()), "key", b"blob")
-        home = Mappings("window", lambda blobs: [blob.current() for blob in blobs], SystemRuntime())
-        memory = MappedMemory(pane, home, verified=lambda: True)
-        leases = [lease for _ in range(50) if (lease := memory.lease()) is not None]
-        leases.append(leases[0].again())
-        assert len(leases) == 51
-        if first == "owner":
-            memory.drop()
-            memory.drop()
-        threads = [threading.Thread(target=lease.release) for lease in leases]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        leases[0].release()
-        if first == "readers":
-            assert not pane.closed
-            memory.drop()
-        assert pane.closed and memory.lease() is None

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvloom import ConfigError, Engine
 from kvloom.memory import Pool, pages, pinning
 from kvloom.memory import pool as pools
-from kvloom.memory.device import DevicePages
+from kvloom.memory.device_pages import DevicePages
 from kvloom.runtime import SystemRuntime
 
 PAGE = 4096

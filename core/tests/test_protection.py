@@ -134,7 +134,7 @@ def test_who_reads_what(protection: Protection) -> None:
         opened(blob, None)
     with pytest.raises(UnreadableBlobError, match="another key"):
         opened(blob, Protection("sign", [TWO]))
-    with pytest.raises(UnreadableBlobError, match="takes signed blobs only"):
+    with pytest.raises(UnreadableBlobError, match="accepts only signed blobs"):
         opened(framed(None, b"kv" * 100), protection)
     for rotated in (Protection("sign", [TWO, ONE]), Protection("encrypt", [TWO, ONE])):
         assert opened(blob, rotated) == [b"kv" * 100]
@@ -246,8 +246,8 @@ def test_layer_by_layer(open_engine: Open, keys: Callable[..., str], mode: str, 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", "there is no key"),
-        ("# nothing\n", "there is no key"),
+        ("", "no key found"),
+        ("# nothing\n", "no key found"),
         ("not base64!\n", "line 1: not 32 bytes in base64"),
         (base64.b64encode(ONE[:16]).decode(), "line 1: not 32 bytes"),
         ("# old\n" + base64.b64encode(ONE).decode() + "\nSECRETSECRET\n", "line 3: not 32 bytes"),

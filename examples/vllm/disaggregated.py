@@ -336,7 +336,7 @@ def address(text: str) -> str:
             return text.rstrip("/")
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"{text!r} is no address; write http://HOST:PORT")
+    raise argparse.ArgumentTypeError(f"{text!r} is not an address; write http://HOST:PORT")
 
 
 def seconds(text: str) -> float:

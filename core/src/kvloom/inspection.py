@@ -217,19 +217,17 @@ def _workers(choice: TierChoice, threads: int) -> Iterator[Workers]:
 
 
 @contextmanager
-def stores(
-    resolved: Resolved, spec: KVSpec | None = None, *, only: str | None = None, threads: int = 1, made: bool = True
-) -> Iterator[list[Store]]:
-    """Open the stored tiers, in order, or the one named `only`. Raises as `stored` and `opened` do."""
+def stores(resolved: Resolved, spec: KVSpec | None = None, *, made: bool = True) -> Iterator[list[Store]]:
+    """Open the stored tiers, in order. Raises as `stored` and `opened` do."""
     with ExitStack() as stack:
-        yield [stack.enter_context(opened(one, spec, threads=threads, made=made)) for one in stored(resolved, only)]
+        yield [stack.enter_context(opened(one, spec, made=made)) for one in stored(resolved)]
 
 
 def stored(resolved: Resolved, only: str | None = None) -> list[TierChoice]:
     """The stored tiers of a configuration, or the one named `only`. Raises ConfigError if there is none."""
     choices = [choice for choice in resolved.tiers if choice.backend is not None]
     if not choices:
-        raise ConfigError("tiers", "only memory, which no other process can see; there is nothing to look into")
+        raise ConfigError("tiers", "only a memory tier, which no other process can read; add a stored tier")
     if only is not None:
         names = ", ".join(choice.name for choice in choices)
         choices = [choice for choice in choices if choice.name == only]

@@ -84,8 +84,8 @@ class Runtime(Protocol):
 class SystemRuntime:
     """The clock, locks and threads of the operating system."""
 
-    def __init__(self, seed: int | None = None) -> None:
-        self._random = random.Random(seed)
+    def __init__(self) -> None:
+        self._random = random.Random()
 
     now = staticmethod(time.monotonic)
     wall = staticmethod(time.time)

@@ -159,7 +159,7 @@ def test_one_instance_at_a_time(tmp_path: Path, open_backend: Any) -> None:
     assert not second.hold("evict")
     assert second.hold("other") and not first.hold("other"), "another right"
     second.put("a", [b"x"])
-    assert [entry.key for entry in first.scan()] == ["a"], "a lock is no blob"
+    assert [entry.key for entry in first.scan()] == ["a"], "a lock is not a blob"
     first.close()
     first.close()
     assert second.hold("evict") and not first.hold("evict")

@@ -60,7 +60,7 @@ def _no_waiting() -> Iterator[None]:
 
 @pytest.fixture(params=MAKE)
 def special(request: Any, tmp_path: Path, open_backend: Any) -> Any:
-    """A store with something at the path of KEY that is no blob, and that path."""
+    """A store with something at the path of KEY that is not a blob, and that path."""
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside/file").write_bytes(b"outside")
     backend = open_backend(tmp_path / "store")

@@ -190,7 +190,7 @@ def test_a_listing_by_sftp_goes_past_a_directory_that_it_may_not_read(monkeypatc
     pytest.importorskip("paramiko")
     backend = FsspecBackend(FsspecBackend.Config(url="sftp://host/srv"))
     connection = contextlib.nullcontext(SimpleNamespace(sftp=SftpServer()))
-    monkeypatch.setattr(backend._store(), "_connection", lambda: connection)
+    monkeypatch.setattr(backend._store()._connections, "_connection", lambda: connection)
     found = []
     with pytest.raises(IncompleteListingError, match="srv/theirs"):
         found.extend(backend.scan())

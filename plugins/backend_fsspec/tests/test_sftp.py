@@ -72,7 +72,7 @@ class Server:
 def backend(monkeypatch: pytest.MonkeyPatch, tree: dict[str, int | Exception]) -> FsspecBackend:
     found = FsspecBackend(FsspecBackend.Config(url="sftp://host/kv"))
     connection = SimpleNamespace(sftp=Server({"/kv": DIRECTORY, **tree}), begin=lambda: None, close=lambda: None)
-    monkeypatch.setattr(found._store(), "_connect", lambda: connection)
+    monkeypatch.setattr(found._store()._connections, "_connect", lambda: connection)
     return found
 
 
@@ -98,7 +98,7 @@ def test_a_listing_goes_on_past_what_cannot_be_read_and_says_so(monkeypatch: pyt
     assert seen == ["a", "z/b"]
     for error in (OSError("Socket is closed"), OSError(errno.EIO, "Failure")):
         it = backend(monkeypatch, {**sound, "/kv/y": error})
-        monkeypatch.setattr(it._store(), "_retries", 0)
+        monkeypatch.setattr(it._store()._connections, "_retries", 0)
         with pytest.raises(BackendError) as caught:
             list(it.scan())
         assert not isinstance(caught.value, IncompleteListingError)
@@ -110,7 +110,7 @@ def test_old_drafts_of_killed_processes_are_removed(monkeypatch: pytest.MonkeyPa
     draft = f"/kv/=tmp/{'0f' * 16}"
     it = backend(monkeypatch, {"/kv/a=kv": FILE, "/kv/=tmp": DIRECTORY, draft: FILE, "/kv/=tmp/other": FILE})
     assert [entry.key for entry in it.scan()] == ["a"]
-    with it._store()._connection() as connection:  # type: ignore[attr-defined]
+    with it._store()._connections._connection() as connection:  # type: ignore[attr-defined]
         assert draft not in connection.sftp.tree and "/kv/=tmp/other" in connection.sftp.tree
 
 
@@ -122,7 +122,7 @@ def test_what_lies_where_drafts_belong_keeps_nobody_from_writing(
     for _ in range(2):
         it.put("a", [b"blob"])
     assert it.contains("a")
-    with it._store()._connection() as connection:  # type: ignore[attr-defined]
+    with it._store()._connections._connection() as connection:  # type: ignore[attr-defined]
         names = [path for path in connection.sftp.tree if path.startswith("/kv/=tmp")]
     assert len(names) == (1 if there is None else 2)
 
@@ -148,7 +148,7 @@ class SilentClient:
 
 def test_a_server_that_never_starts_sftp_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     it = FsspecBackend(FsspecBackend.Config(url="sftp://host/kv", timeout="50ms", retries=0))
-    monkeypatch.setattr(it._store()._paramiko, "SSHClient", SilentClient)  # type: ignore[attr-defined]
+    monkeypatch.setattr(it._store()._connections._paramiko, "SSHClient", SilentClient)  # type: ignore[attr-defined]
     with pytest.raises(BackendError, match="Channel closed"):
         it.get("a")
 

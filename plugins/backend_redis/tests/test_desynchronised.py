@@ -340,7 +340,7 @@ def test_many_replies_of_which_one_is_a_refusal(scripted: Any) -> None:
 
 
 def test_each_blob_of_a_batch_has_its_outcome(scripted: Any, patient: RedisBackend) -> None:
-    """A refusal is of one; what is no reply is of that one and of those behind it, of which nothing is known."""
+    """A refusal is of one; what is not a reply is of that one and of those behind it, of which nothing is known."""
     names = [b"kvloom:" + key.encode() for key in "abcd"]
     requests = [patient._set(key, [b"blob"]) for key in "abcd"]
     scripted.replies[b"SET"] = [b"+OK\r\n", b"-OOM no\r\n", b"+OK\r\n", b"+OK\r\n"]

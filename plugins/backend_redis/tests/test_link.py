@@ -1,4 +1,4 @@
-"""Replies are read as they are meant, however they come in pieces; and what is no reply is never taken for one."""
+"""Replies are read as they are meant, however they come in pieces; and what is not a reply is never taken for one."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def test_a_blob_that_is_longer_than_any_can_be_is_an_error_at_once() -> None:
     with linked() as (link, end):
         end.sendall(b"$1001\r\n")
         link.send(packed(b"GET", b"key"))
-        with pytest.raises(ProtocolError, match="no length"):
+        with pytest.raises(ProtocolError, match="expected a length"):
             link.length(1000)
         assert not link.clean
 

@@ -66,7 +66,7 @@ BAD = {
     "redis://a:65536": "not a number from 1 to 65535",
     "redis://a:b": "not a number from 1 to 65535",
     "redis://::1": "names no server, or its port",
-    "redis://[::1": "is no URL",
+    "redis://[::1": "is not a URL",
     "redis://a/x": "names a database that is not a number",
     "redis://a/-1": "names a database that is not a number",
     "redis://a/1/2": "has an unexpected path",

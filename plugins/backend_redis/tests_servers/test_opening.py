@@ -171,7 +171,7 @@ def test_certificates_of_clients(open_backend: Open) -> None:
 def test_the_wrong_kind_of_server(cluster: RedisCluster, server: RedisServer, open_backend: Open) -> None:
     with pytest.raises(ConfigError, match=r"^url: this server is a node of a cluster; write redis\+cluster://"):
         open_backend(cluster.nodes[0].url)
-    with pytest.raises(ConfigError, match=r"^url: this server is no cluster; write redis://"):
+    with pytest.raises(ConfigError, match=r"^url: this server is not a cluster; write redis://"):
         open_backend(f"redis+cluster://{server.host}:{server.port}")
     with RedisSentinel(server) as sentinel:
         with pytest.raises(ConfigError, match=r"^url: this server is a Sentinel; write redis.sentinel://"):

@@ -31,7 +31,7 @@ from kvloom_connector_transformers import spec_of
         ({"executor": "none", "retriever": "separator"}, "separator"),
         ({"executor": "none", "retriever": {"type": "separator", "separator": 500}}, "the vocabulary has 500"),
         ({"executor": "none", "retriever": {"type": "separator", "separator": []}}, "separator"),
-        ({"executor": "none", "retriever": {"type": "separator", "separator": 5, "lead": [501]}}, "501 is no token"),
+        ({"executor": "none", "retriever": {"type": "separator", "separator": 5, "lead": [501]}}, "501 is not a token"),
         ({"executor": "none", "retriever": {"type": "fixed", "piece_tokens": 8}}, "piece_tokens"),
         ({"executor": "none", "retriever": {"type": "content", "piece_tokens": 8}}, "piece_tokens"),
         ({"executor": "none", "min_tokens": -1}, "min_tokens"),

@@ -56,7 +56,7 @@ def computed(k: torch.Tensor, positions: torch.Tensor, rotation: Rotation) -> to
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Also of zeros; two that are no numbers are alike."""
+    """Also of zeros; two that are not numbers are alike."""
     numbers = one == one
     integer: Any = {2: torch.int16, 4: torch.int32}[one.element_size()]
     alike = one.contiguous().view(integer) == other.contiguous().view(integer)
@@ -285,7 +285,7 @@ def test_it_turns_as_torch_does(
 def test_every_number_of_two_bytes_is_read_and_rounded_as_torch_does(
     device: str, dtype: torch.dtype, interleaved: bool
 ) -> None:
-    """All 65,536, in each of several rotations; those next to infinity and to zero, and what is no number."""
+    """All 65,536, in each of several rotations; those next to infinity and to zero, and what is not a number."""
     rotation = Rotation(torch.ones(256), head_size=512, interleaved=interleaved)
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)[torch.randperm(1 << 16)].view(128, 512)
     angles = torch.linspace(0, 7, 128 * 256).view(128, 256)

@@ -341,10 +341,10 @@ async def test_a_body_that_does_not_come(both: Both) -> None:
 @pytest.mark.parametrize(
     ("prefill", "port", "said"),
     [
-        ("localhost:8100", "0", "'localhost:8100' is no address; write http://HOST:PORT"),
-        ("http://localhost:x", "0", "is no address"),
-        ("http://user:word@localhost:8100", "0", "is no address"),
-        ("http://localhost:8100?a=b", "0", "is no address"),
+        ("localhost:8100", "0", "'localhost:8100' is not an address; write http://HOST:PORT"),
+        ("http://localhost:x", "0", "is not an address"),
+        ("http://user:word@localhost:8100", "0", "is not an address"),
+        ("http://localhost:8100?a=b", "0", "is not an address"),
         ("http://localhost:8100/", "taken", "cannot listen on 127.0.0.1, port"),
     ],
 )

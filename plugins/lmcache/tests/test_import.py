@@ -253,7 +253,7 @@ def test_values_that_cannot_be_are_named(fields: dict[str, Any], path: str) -> N
     ("text", "words"),
     [
         ("", "no field"),
-        ("a: [", "is no YAML, line"),
+        ("a: [", "is not YAML, line"),
         ("a: !!python/name:x", "has a tag that plain YAML has not, line 1"),
         ("chunk_size: 1\nchunk_size: 2", "chunk_size is given twice, in lines 1 and 2"),
         ("- 1", "should be a mapping"),
@@ -290,7 +290,7 @@ def test_the_environment_goes_over_the_file(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_variable_that_is_no_yaml_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"^LMCACHE_CHUNK_SIZE: is no YAML$"):
+    with pytest.raises(ConfigError, match=r"^LMCACHE_CHUNK_SIZE: is not YAML$"):
         import_environment({"LMCACHE_CHUNK_SIZE": "a: ["})
 
 

@@ -128,7 +128,7 @@ def test_an_engine_that_does_not_answer_keeps_its_socket(runtime: Path) -> None:
         with pytest.raises(OSError, match="another engine's"):
             sockets.bind(bound.path)
         error = CliRunner().invoke(app(), ["top", "--once"]).exception
-        assert isinstance(error, BackendError) and "does not answer: it is stopped, or busy" in str(error)
+        assert isinstance(error, BackendError) and "does not answer: it is stopped or busy" in str(error)
     bound.listener.close()
     bound.close()
     assert sockets.running() == []
@@ -299,6 +299,6 @@ def test_series_are_bounded_and_gaps_are_zeros() -> None:
 
 
 def test_settings(tmp_path: Path) -> None:
-    for none in (0, float("inf")):  # the latter is no JSON
+    for none in (0, float("inf")):  # the latter is not JSON
         with pytest.raises(ConfigError, match="prefill_tokens_per_second"):
             opened(tmp_path, {"type": "live", "prefill_tokens_per_second": none})

@@ -342,8 +342,11 @@ def test_a_name_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [
         (Given(), r"--spec: give a spec, or all of --layers, --kv-heads and --head-size"),
         (Given(layers=2, head_size=4), r"--spec: give a spec, or all of"),
-        (Given("no/such-model"), r"--spec: 'no/such-model' is no file and no directory, and not in the hub's cache"),
-        (Given("???"), r"--spec: '\?\?\?' is no file"),
+        (
+            Given("no/such-model"),
+            r"--spec: 'no/such-model' is neither a file nor a directory, and not in the hub's cache",
+        ),
+        (Given("???"), r"--spec: '\?\?\?' is neither a file"),
         (Given(layers=1, kv_heads=1, head_size=1, dtype="int3"), r"--spec: KVSpec.dtype must be one of"),
     ],
 )

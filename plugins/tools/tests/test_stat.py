@@ -90,7 +90,7 @@ def test_an_empty_store(dated: Path) -> None:
 def test_memory_alone_is_nothing_to_look_into(tmp_path: Path) -> None:
     (config := tmp_path / "engine.yaml").write_text("tiers: [memory]\n")
     refused = run("stat", config, status=2).err
-    assert refused.startswith("kvloom: tiers: only memory, which no other process can see")
+    assert refused.startswith("kvloom: tiers: only a memory tier, which no other process can read")
 
 
 # -- which of them answer ----------------------------------------------------------------------------------------------

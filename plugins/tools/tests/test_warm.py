@@ -168,7 +168,7 @@ def test_a_text_file_is_one_prompt(
     config: Path, tokens: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = tmp_path / "prompt.txt"
-    text.write_text("[what is no JSON")
+    text.write_text("[what is not JSON")
     tokenizer = SimpleNamespace(from_pretrained=lambda name, **_: lambda content: {"input_ids": tokens})
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=tokenizer))
     (row,) = run("warm", "--text", text, "--tokenizer", "its", "--config", config, "--json").json["lines"]

@@ -22,7 +22,7 @@ _PROCESS_SECONDS = 120.0
 _SWITCH_SECONDS = 1e-5
 """Interval at which threads take turns: short, so that races show sooner."""
 _PAUSE_OF = 20
-"""A restless thread pauses once in this many calls and returns."""
+"""Number of calls and returns after which a restless thread pauses once."""
 
 
 def together(*functions: Callable[[], object], seconds: float = SECONDS, restless: bool = False) -> None:
@@ -76,7 +76,7 @@ def in_rounds(count: int, *functions: Callable[[int], object], restless: bool = 
     try:
         together(*(lambda one=one: run(one) for one in functions), restless=restless)  # type: ignore[misc]
     except threading.BrokenBarrierError as error:
-        raise AssertionError("a thread failed, or was late") from error
+        raise AssertionError("a thread failed, or did not end in time") from error
 
 
 def comes_true(told: Callable[[], bool], seconds: float) -> bool:

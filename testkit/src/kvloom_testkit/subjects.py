@@ -112,7 +112,7 @@ def choose(
     for name in named:
         word, separator, type_ = name.partition(":")
         if not separator:
-            raise ConfigError(by_name, f"expected KIND:TYPE, as backend:disk, not {name!r}")
+            raise ConfigError(by_name, f"expected KIND:TYPE, such as backend:disk, not {name!r}")
         kind = kind_of(word)
         try:
             cls = registry.get(kind, type_)

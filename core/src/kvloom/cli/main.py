@@ -17,10 +17,7 @@ from kvloom.plugins import verb_list
 from kvloom.plugins.installing import pip_install
 from kvloom.plugins.registry import Registry
 
-VERBS = {
-    "plugins": "List the installed plugins.",
-    "config": "Check, show or import a configuration.",
-}
+VERBS = {"plugins": "List the installed plugins.", "config": "Check, show or import a configuration."}
 """The core's own verbs: each is a module of `kvloom.cli`, with its line in the list of verbs."""
 
 ELSEWHERE = {

@@ -79,6 +79,11 @@ class Open(BaseModel):
             if isinstance(value, Open):
                 value.came_from(origins)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The plugin's own settings."""
+        return dict(self.model_extra or {})
+
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():
             yield name, self._origins.masked_tree(masked(value, name))
@@ -93,11 +98,6 @@ class ComponentBlock(Open):
     @classmethod
     def _bare_word(cls, value: Any) -> Any:
         return {"type": value} if isinstance(value, str) else value
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The plugin's own settings."""
-        return dict(self.model_extra or {})
 
 
 class SerializerBlock(ComponentBlock):
@@ -202,11 +202,6 @@ class BlendBlock(Open):
     @classmethod
     def _bare_word(cls, value: Any) -> Any:
         return {"executor": value} if isinstance(value, str) else value
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The executor's own settings."""
-        return dict(self.model_extra or {})
 
 
 class PluginsBlock(Config):

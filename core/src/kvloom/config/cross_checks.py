@@ -52,10 +52,7 @@ def _bounds(tier: MemoryBlock | StoredBlock, unknown: Collection[str], *, in_mem
 
 def _quotas(tier: MemoryBlock | StoredBlock) -> Iterator[tuple[str, str]]:
     if tier.quota and tier.capacity is None:
-        yield (
-            "quota",
-            "a quota is a part of the tier's capacity, which is not set; set `capacity`, or remove it",
-        )
+        yield ("quota", "a quota is a part of the tier's capacity, which is not set; set `capacity`, or remove it")
     elif tier.capacity is not None:
         for salt, nbytes in (tier.quota or {}).items():
             if nbytes > tier.capacity:

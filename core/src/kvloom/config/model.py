@@ -115,7 +115,7 @@ class EngineConfig(BaseModel):
         """The defaults and, on top, KVLOOM_ environment variables: `KVLOOM_CHUNK_TOKENS=512`,
         `KVLOOM_TIERS='[{type: memory, capacity: 1GiB}]'` (YAML), `KVLOOM_TIERS__0__CAPACITY=2GiB`.
 
-        Raises ConfigError, also for a KVLOOM_ variable that is no setting.
+        Raises ConfigError, also for a KVLOOM_ variable that is not a setting.
         """
         return cls._built({}, environment=os.environ)
 

@@ -34,7 +34,7 @@ _ENV_NAME = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Problem]]:
-    """The mapping in a YAML file, and which keys it gives twice. ConfigError if it cannot be read or is no mapping."""
+    """The mapping in a YAML file, and the keys that it gives twice. ConfigError if there is none that can be read."""
     try:
         tree, twice = load_yaml(text := text_of(path, MOST_BYTES))
     except OSError as error:
@@ -62,7 +62,7 @@ def load_yaml(text: str) -> tuple[Any, list[Problem]]:
     """Return the content of a YAML document, and a problem for each key that it gives twice.
 
     Raises ConfigError for a document larger than any configuration, or with text that UTF-8 cannot have, and YAMLError,
-    RecursionError or ValueError for text that is no YAML. An alias costs as much as what it stands for: a few lines of
+    RecursionError or ValueError for text that is not YAML. An alias costs as much as what it stands for: a few lines of
     them can stand for more than there is memory.
     """
     if len(text) > MOST_TEXT:
@@ -82,7 +82,7 @@ def _written_out(node: yaml.Node, known: dict[int, int]) -> int:
     if isinstance(node, yaml.ScalarNode):
         total += len(node.value) // _CHARS
         if not node.value.isascii() and _LONE.search(node.value):
-            raise ConfigError("", f"line {node.start_mark.line + 1}: half of a surrogate pair, which is no character")
+            raise ConfigError("", f"line {node.start_mark.line + 1}: half of a surrogate pair is not a character")
     else:
         pairs = isinstance(node, yaml.MappingNode)
         children = [part for pair in node.value for part in pair] if pairs else node.value

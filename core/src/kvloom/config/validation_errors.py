@@ -67,7 +67,7 @@ class Origins:
         return any(path[:length] in self.variables for length in range(1, len(path) + 1))
 
     def masked(self, text: str) -> str:
-        """`text` without any interpolated value. Very short values are no secrets and would be found everywhere."""
+        """`text` without any interpolated value. Very short values are not secrets and would be found everywhere."""
         for secret in sorted(self.secrets, key=len, reverse=True):
             if len(secret) >= _SECRET_LENGTH:
                 text = text.replace(secret, "***")

@@ -45,7 +45,7 @@ def build_stack(
     """
     first = next((choice for choice in choices if choice.backend is None), None)
     capacity = STAGING_BYTES if first is None or first.capacity is None else first.capacity
-    _check_sizes(choices, chunk_bytes)
+    _refuse([problem for choice in choices for problem in _too_small(choice, chunk_bytes)])
     if first is None:
         capacity = max(capacity, 2 * chunk_bytes + (64 << 10)) if moves else 0
     try:
@@ -130,10 +130,6 @@ def asked_only(choices: Sequence[TierChoice]) -> tuple[TierChoice, ...]:
     return tuple(replace(choice, write="never", policy="lru", capacity=None, quota=None) for choice in shared)
 
 
-def _check_sizes(choices: Sequence[TierChoice], chunk_bytes: int) -> None:
-    _refuse([problem for choice in choices for problem in _too_small(choice, chunk_bytes)])
-
-
 def _refuse(problems: Sequence[tuple[str, str]]) -> None:
     """Raise one ConfigError for all problems, each a path and a text."""
     if problems:
@@ -187,14 +183,12 @@ def _serializers(
     return [ours] if serializer.type == "raw" else [ours, raw(raw.Config(), spec)]
 
 
-def open_tier(
-    block: str | Mapping[str, Any], spec: KVSpec, *, dst_device: str = "cpu", runtime: Runtime | None = None
-) -> Tier:
+def open_tier(block: str | Mapping[str, Any], spec: KVSpec, *, dst_device: str = "cpu") -> Tier:
     """Open a tier on its own, from the block that YAML would have for it: `{type: disk, path: /nvme/kv}`.
 
     Raises RuntimeError for an invalid dst_device, ConfigError for an invalid block.
     """
-    runtime = runtime or SystemRuntime()
+    runtime = SystemRuntime()
     settle_threads()
     make = partial(_open_tier, block, spec, dst_device, runtime)
     return runtime.uninterrupted(make, discard=Tier.close, leave=True)

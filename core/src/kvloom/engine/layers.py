@@ -85,7 +85,7 @@ class LayerVerbs(Index):
 
         storing = Storing(
             whole[first:], tokens.numel(), where, chain=Chain(keys), stack=self._stack, connector=self.connector,
-            events=self._events, runtime=self._runtime, finished=finished, on_end=self._ended,
+            events=self._events, runtime=self._runtime, finished=finished, on_end=self._by_layer.discard,
             record=self._record("store_layer", whole, first, tokens, callers=callers),
         )  # fmt: skip
         self._by_layer.add(storing)
@@ -118,11 +118,8 @@ class LayerVerbs(Index):
         self._stack.touch(chain)
         loading = Loading(
             segments, num_tokens, connector.ordered(where), chain=chain, stack=self._stack, connector=connector,
-            events=self._events, runtime=self._runtime, on_end=self._ended, record=record, pieces=pieces,
+            events=self._events, runtime=self._runtime, on_end=self._by_layer.discard, record=record, pieces=pieces,
         )  # fmt: skip
         self._by_layer.add(loading)
         loading.begin()
         return loading
-
-    def _ended(self, handle: Loading | Storing) -> None:
-        self._by_layer.discard(handle)

@@ -82,7 +82,7 @@ class Protection:
         lines = [line.strip() for line in text.splitlines()]
         keys = [_key(line, number) for number, line in enumerate(lines, 1) if line and not line.startswith("#")]
         if not keys:
-            raise ConfigError("keys", "there is no key; make one with: openssl rand -base64 32")
+            raise ConfigError("keys", "no key found; make one with: openssl rand -base64 32")
         return cls(mode, keys)
 
     def __repr__(self) -> str:
@@ -96,9 +96,9 @@ class Protection:
     def open(self, flags: int, key_id: bytes, nonce: bytes) -> BlobKey:
         """For a blob that says this of itself. Raises UnreadableBlobError if none of the keys is that one."""
         if not flags & SIGNED or flags >> 8:  # more flags than go into the key's derivation
-            raise UnreadableBlobError("it is not signed, and this tier takes signed blobs only")
+            raise UnreadableBlobError("the blob is not signed, and this tier accepts only signed blobs")
         if key_id not in self._keys:
-            raise UnreadableBlobError(f"it was signed with another key ({key_id.hex()[:8]}...)")
+            raise UnreadableBlobError(f"the blob was signed with another key ({key_id.hex()[:8]}...)")
         return self._derived(flags, key_id, nonce)
 
     def _derived(self, flags: int, key_id: bytes, nonce: bytes) -> BlobKey:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvloom.contracts.storage import MappedBlob
-from kvloom.memory.device import Done
+from kvloom.memory.device_pages import Done
 from kvloom.memory.pool import Lease
 from kvloom.runtime import Runtime
 

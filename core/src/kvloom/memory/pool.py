@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 
 from kvloom.forks import notify_after_fork
-from kvloom.memory.device import DevicePages, Done
+from kvloom.memory.device_pages import DevicePages, Done
 from kvloom.memory.extents import Extents
 from kvloom.memory.pages import PAGE_BYTES, Pages
 from kvloom.memory.pinning import Pinner, pinner_for

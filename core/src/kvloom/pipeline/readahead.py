@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -92,7 +92,7 @@ class ReadAhead:
         self._prefix = prefix
         self._context = context
         self._runtime = runtime
-        self._positions = self._all_positions()
+        self._positions = ((group, chunk) for group in groups for chunk in chunks)
         self._next: tuple[range, Incoming] | None = None
         self._parts: dict[tuple[int, int], _PartRead] = {}
         self._wholes: dict[int, Read] = {}
@@ -245,11 +245,6 @@ class ReadAhead:
             if self._wanted(chunk, group) and self._comes_from_below(chunk, group) and not self._ask(chunk, group):
                 return
             self._next = None
-
-    def _all_positions(self) -> Iterator[tuple[range, Incoming]]:
-        for group in self._groups:
-            for chunk in self._chunks:
-                yield group, chunk
 
     def _wanted(self, chunk: Incoming, group: range) -> bool:
         return not self._context.given_up and self._prefix.count(group.start) > chunk.index

@@ -36,15 +36,13 @@ class TimedSerializer(Serializer):
     def encode(self, chunk: Chunk) -> Buffers:
         began = self._now()
         buffers = self._inner.encode(chunk)
-        nbytes = sum(memoryview(buffer).nbytes for buffer in buffers)
-        self._say("encode", chunk, nbytes, self._now() - began)
+        self._say("encode", chunk, buffers, began)
         return buffers
 
     def decode(self, blob: Buffers, into: Chunk) -> None:
         began = self._now()
         self._inner.decode(blob, into)
-        nbytes = sum(memoryview(buffer).nbytes for buffer in blob)
-        self._say("decode", into, nbytes, self._now() - began)
+        self._say("decode", into, blob, began)
 
     def layer_buffers(
         self, lengths: Sequence[int], like: Chunk, params: Mapping[str, Any]
@@ -54,8 +52,7 @@ class TimedSerializer(Serializer):
     def decode_layers(self, blob: Buffers, layers: range, into: Chunk) -> None:
         began = self._now()
         self._inner.decode_layers(blob, layers, into)
-        nbytes = sum(memoryview(buffer).nbytes for buffer in blob)
-        self._say("decode", into, nbytes, self._now() - began)
+        self._say("decode", into, blob, began)
 
     def view(self, blob: memoryview, like: Chunk) -> Chunk | None:
         return self._inner.view(blob, like)
@@ -66,7 +63,9 @@ class TimedSerializer(Serializer):
     def close(self) -> None:
         self._inner.close()
 
-    def _say(self, verb: str, chunk: Chunk, nbytes: int, seconds: float) -> None:
+    def _say(self, verb: str, chunk: Chunk, blob: Buffers, began: float) -> None:
+        seconds = self._now() - began
+        nbytes = sum(memoryview(buffer).nbytes for buffer in blob)
         log.info(
             "serializer=%s verb=%s chunk_bytes=%d blob_bytes=%d seconds=%.6f gbytes_per_second=%.2f",
             self.type, verb, chunk.nbytes, nbytes, seconds, chunk.nbytes / max(seconds, 1e-9) / 1e9,

@@ -120,7 +120,7 @@ def _open(path: Path, mode: int) -> int:
 
 
 def _opened(path: Path, mode: int) -> int | None:
-    """None if it is no file of ours, which is gone then."""
+    """None if it is not our file, which then is gone."""
     try:
         fd = os.open(path, mode | _FLAGS)
     except OSError as error:

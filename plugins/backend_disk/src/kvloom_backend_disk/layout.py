@@ -37,7 +37,7 @@ class Layout:
         self._root = str(root)
 
     def path(self, key: str) -> str:
-        """The file of `key`. Raises ValueError if it is no key: such a path could lie outside the root."""
+        """The file of `key`. Raises ValueError if it is not a key: such a path could lie outside the root."""
         match = _KEY.fullmatch(key)
         if match is None or len(key) > _MAX_KEY_CHARS:
             raise ValueError(f"not a key: {key!r}; expected parts of [A-Za-z0-9._-] joined by '/'")

@@ -32,7 +32,7 @@ class Names:
         self._drafts = _DRAFTS
 
     def blob(self, key: str) -> str:
-        """The object of `key`. Raises ValueError if it is no key: such a name could lie outside the prefix."""
+        """The object of `key`. Raises ValueError if it is not a key: such a name could lie outside the prefix."""
         if len(key) > _MAX_KEY_CHARS or _KEY.fullmatch(key) is None:
             raise ValueError(f"not a key: {key!r}; expected parts of [A-Za-z0-9._-] joined by '/'")
         return f"{self._prefix}{key}{_BLOB}"
@@ -42,7 +42,7 @@ class Names:
         return (self._prefix + prefix.rpartition("/")[0]).rstrip("/")
 
     def key(self, name: str) -> str | None:
-        """The key of an object, or None if it is no blob."""
+        """The key of an object, or None if it is not a blob."""
         key = name[len(self._prefix) : -len(_BLOB)]
         ours = name.startswith(self._prefix) and name.endswith(_BLOB)
         return key if ours and len(key) <= _MAX_KEY_CHARS and _KEY.fullmatch(key) else None

@@ -58,7 +58,7 @@ class MooncakeConfig(BaseConfig):
     @classmethod
     def _is_a_server(cls, value: Any) -> Any:
         if value != PEER_TO_PEER and "://" not in value:
-            raise ValueError(f"{value!r} is no URL; write {PEER_TO_PEER}, or for example http://host:8080/metadata")
+            raise ValueError(f"{value!r} is not a URL; write {PEER_TO_PEER}, or for example http://host:8080/metadata")
         return value
 
     @field_validator("segment")

@@ -57,7 +57,7 @@ def parse(url: str) -> Address:
     try:
         parts = urlsplit(url.strip())
     except ValueError:
-        raise ValueError(f"is no URL; write {_FORMS['single']}") from None
+        raise ValueError(f"is not a URL; write {_FORMS['single']}") from None
     if parts.scheme not in _SCHEMES or "://" not in url:
         said = f"does not know the scheme {parts.scheme!r}" if "://" in url else "has no scheme"
         raise ValueError(f"{said}; write one of {', '.join(f'{scheme}://' for scheme in _SCHEMES)}")

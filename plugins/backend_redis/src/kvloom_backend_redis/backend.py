@@ -228,7 +228,7 @@ class RedisBackend(StorageBackend):
         size = sum(map(len, views))
         if size > self._server.most_bytes:
             most = self._server.most_bytes
-            raise BackendError(f"a blob of {size} bytes; the server accepts {most}; lower chunk_tokens")
+            raise BackendError(f"a blob has {size} bytes, the server accepts at most {most}; lower chunk_tokens")
         name, after = self._name(key), [*self._options, *options]
         head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + len(after), len(name), name, size)
         return [head, *views, b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in after)]

@@ -15,9 +15,9 @@ _FIRST_BYTES = 32
 _MOST_ROWS = 1 << 20
 _DEEPEST = 8
 _MOST_TEXT = 1 << 20
-"""Maximum size of a reply that is no blob: a key, a page of figures."""
+"""Maximum size of a reply that is not a blob: a key, a page of figures."""
 _MOST_REPLIES = 32 << 20
-"""Memory for all replies of one exchange that are no blobs: a cluster's table of slots takes half of it at most."""
+"""Memory for all replies of one exchange that are not blobs: a cluster's table of slots takes half of it at most."""
 _VALUE_BYTES = 32
 """The size that a number counts as."""
 
@@ -30,7 +30,7 @@ def packed(*words: bytes) -> bytes:
 class Link:
     """A socket on which requests and replies take turns. For one thread at a time.
 
-    Every method raises OSError if the network fails or is too slow, and ProtocolError if what comes is no reply. After
+    Every method raises OSError if the network fails or is too slow, and ProtocolError if the answer is no reply. After
     either the link is not `clean`: what comes next on it could be the answer to another question. Too slow is silence
     for `timeout`; and, from the first request to the last reply that is owed, more waiting for the network than
     `timeout` and what the bytes take at a quarter of a mebibyte a second.
@@ -113,7 +113,7 @@ class Link:
             self._owed -= 1
             raise _refusal(line)
         if line[:1] != b"$":
-            raise ProtocolError(f"a reply that is no blob: {quoted(line)}")
+            raise ProtocolError(f"a reply that is not a blob: {quoted(line)}")
         size = _number(line)
         if size == -1:
             self._owed -= 1
@@ -185,5 +185,5 @@ def _number(line: bytes) -> int:
 
 def _size(size: int, most: int, line: bytes) -> int:
     if not 0 <= size <= most:
-        raise ProtocolError(f"no length: {quoted(line)}")
+        raise ProtocolError(f"expected a length, got {quoted(line)}")
     return size

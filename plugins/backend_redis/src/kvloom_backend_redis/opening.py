@@ -73,7 +73,7 @@ def check_files(config: RedisConfig) -> None:
 
 
 def _check_file(path: Path) -> None:
-    """OpenSSL waits for the writer of a FIFO. Raises OSError."""
+    """Raise OSError unless the path is a regular file: on a FIFO, OpenSSL would wait for its writer."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         found = os.fstat(fd)
@@ -101,7 +101,7 @@ def opened(exchange: Exchange, config: RedisConfig) -> Server:
 
 
 def check_writable(exchange: Exchange, config: RedisConfig) -> None:
-    """Put something that is no blob, and delete it. Raises ValueError with what to do, or OSError."""
+    """Put something that is not a blob, and delete it. Raises ValueError with what to do, or OSError."""
     key = _probe(config)
     try:
         exchange.ask(key, b"SET", key, b"probe", b"PX", b"%d" % (_PROBE_SECONDS * 1000))
@@ -185,10 +185,10 @@ def _most_bytes(exchange: Exchange, endpoint: Endpoint) -> int:
 def _refused(error: ServerError, address: Address) -> ConfigError:
     text = one_line(error)
     if address.kind == "cluster" and "cluster support disabled" in text:
-        return ConfigError("url", "this server is no cluster; write redis://")
+        return ConfigError("url", "this server is not a cluster; write redis://")
     if "unknown command" in text.lower() and "sentinel" in text.lower():
         return ConfigError(
-            "url", "this server is no Sentinel; write redis://, or name the Sentinels, mostly at port 26379"
+            "url", "this server is not a Sentinel; write redis://, or name the Sentinels, mostly at port 26379"
         )
     if "DB index is out of range" in text:
         return ConfigError("url", f"the server has no database {address.db}; name one that it has, or none")

@@ -133,7 +133,7 @@ class KVLoomHiCache(HiCacheStorage):  # type: ignore[misc]
             return True
         pages = list((target_locations if values is None else values) or ())
         if not all(isinstance(page, torch.Tensor) for page in pages):
-            return all(self._pages.miss(len(keys), "set: a page is no tensor"))
+            return all(self._pages.miss(len(keys), "set: a page is not a tensor"))
         return all(self._pages.set(keys, flat=[page.reshape(-1) for page in pages]))
 
     def exists(self, key: str) -> bool:

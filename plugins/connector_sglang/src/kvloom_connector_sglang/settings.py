@@ -20,4 +20,4 @@ class Geometry(Config):
 
 class SGLangConfig(Config):
     geometry: Geometry | None = None
-    """Filled in by `KVLoomHiCache`."""
+    """Settings of the connector, which `KVLoomHiCache` fills in."""

@@ -98,7 +98,7 @@ def _containers(layer: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _settings(layer: Any) -> tuple[str, ...]:
-    """Everything by adapter that is no tensor: its scaling above all."""
+    """Everything by adapter that is not a tensor: its scaling above all."""
     return tuple(
         f"{attribute} {key} {value!r}"
         for attribute, container in _containers(layer)

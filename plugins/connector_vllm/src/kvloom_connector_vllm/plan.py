@@ -130,7 +130,7 @@ class Scheduled(NamedTuple):
     fresh: bool
     """It was not running before: new, or back after a preemption."""
     computed: int
-    """Tokens whose KV is there before the step."""
+    """Number of tokens whose KV is in place before the step."""
     after: int
     """Tokens whose KV is certain to be there after it: without those that are only guessed."""
 

@@ -45,7 +45,7 @@ class Listener:
         self, context: zmq.Context[zmq.Socket[bytes]], kind: int, name: str, endpoint: str, *, hwm: int,
         max_connections: int,
     ) -> None:  # fmt: skip
-        """name: of the setting that says the endpoint. Raises ValueError if it is taken, or is none."""
+        """name: the setting that has the endpoint. Raises ValueError if that is in use, or is not an endpoint."""
         self._most = max_connections
         self._subscriptions = 0
         self._connections: set[int] = set()

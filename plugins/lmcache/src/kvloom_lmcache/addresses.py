@@ -31,13 +31,13 @@ class Address(NamedTuple):
 
 
 def address(url: str, *, field: str) -> Address:
-    """Raises ConfigError, with the name of the field, for what is no URL, or where a login cannot be told from it."""
+    """Raises ConfigError, with the name of the field, for text that is not a URL, or whose login is ambiguous."""
     try:
         parts = urlsplit(url)
     except ValueError:
-        raise ConfigError(field, "is no URL; write scheme://host:port") from None
+        raise ConfigError(field, "is not a URL; write scheme://host:port") from None
     if not url.lower().startswith(f"{parts.scheme}://") or not parts.scheme:
-        raise ConfigError(field, "is no URL; write it with its scheme, such as redis://host:port")
+        raise ConfigError(field, "is not a URL; write it with its scheme, such as redis://host:port")
     login, at, place = parts.netloc.rpartition("@")
     rest = parts.path + parts.query + parts.fragment
     if "@" in rest and (parts.scheme not in _PATHS or ":" in parts.netloc or ":" in rest.partition("@")[0]):

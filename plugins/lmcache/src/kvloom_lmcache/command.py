@@ -95,12 +95,12 @@ def _read(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(str(file), f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(str(file), "is no text in UTF-8") from None
+        raise ConfigError(str(file), "is not UTF-8 text") from None
     except ConfigError as error:
         raise ConfigError(str(file), error.problem) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         where, tag = getattr(error, "problem_mark", None), isinstance(error, yaml.constructor.ConstructorError)
-        text = "has a tag that plain YAML has not" if tag else "is no YAML"  # and no word of what stands there
+        text = "has a tag that plain YAML has not" if tag else "is not YAML"  # and no word of what stands there
         raise ConfigError(str(file), f"{text}{f', line {where.line + 1}' if where else ''}") from None
     if twice:
         raise ConfigError(str(file), f"{'.'.join(map(str, twice[0][0]))} is {twice[0][1]}")
@@ -175,7 +175,7 @@ def _scalar(text: str) -> str:
 
 
 def _check(done: Imported, text: str) -> None:
-    """Raise ConfigError if the text is no configuration."""
+    """Raise ConfigError if the text is not a configuration."""
     import yaml
 
     from kvloom import EngineConfig

@@ -90,7 +90,7 @@ def import_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         try:
             fields[field] = text if field in _TEXTS else load_yaml(text)[0]
         except (yaml.YAMLError, ValueError, RecursionError):
-            raise ConfigError(name, "is no YAML") from None
+            raise ConfigError(name, "is not YAML") from None
     return fields
 
 

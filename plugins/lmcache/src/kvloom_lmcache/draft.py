@@ -92,7 +92,7 @@ class Draft:
         return value
 
     def number(self, name: str) -> float:
-        """Raises ConfigError for what is no number from 0, or one that means nothing."""
+        """Raises ConfigError for what is not a number from 0, or one that means nothing."""
         value = self.values[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST:
             raise ConfigError(name, f"should be a number from 0, not {shown(value)}")

@@ -26,7 +26,7 @@ _UNKNOWN = "not known; see the settings of the tier's plugin"
 
 
 def add_extra(draft: Draft) -> None:
-    """Raises ConfigError for what is no block, or holds something that is no setting. No value is ever shown."""
+    """Raises ConfigError for what is not a block, or holds something that is not a setting. No value is ever shown."""
     extra = draft.values["extra_config"]
     if extra is None:
         draft.say("extra_config", "not needed", "empty")

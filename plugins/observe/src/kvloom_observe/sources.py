@@ -103,10 +103,10 @@ def _socket(path: Path) -> Source:
         except FileNotFoundError:
             raise OSError(f"{path}: no engine is there, or it has ended; start one with `observers: [live]`") from None
         except ConnectionRefusedError:
-            text = "nobody answers: its engine has ended, or it is no socket; start one with `observers: [live]`"
+            text = "nobody answers: its engine has ended, or it is not a socket; start one with `observers: [live]`"
             raise OSError(f"{path}: {text}") from None
         except (BlockingIOError, TimeoutError):
-            raise OSError(f"{path}: its engine does not answer: it is stopped, or busy; ask again later") from None
+            raise OSError(f"{path}: its engine does not answer: it is stopped or busy; try again later") from None
         except OSError as error:
             raise OSError(f"{path}: {error.strerror or error}") from None
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 CHUNK_TOKENS = 256
 
 Codec = Callable[[torch.Tensor, int], tuple[torch.Tensor, int]]
-"""KV of a chunk, `[planes, layers, tokens, hidden]` in host memory, and the position of its first token -> the KV
-that comes back, and the bytes that were kept."""
+"""Encodes and decodes a chunk. From its KV, `[planes, layers, tokens, hidden]` in host memory, and the position of its
+first token, to the decoded KV and the number of stored bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ class Profile:
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: {getattr(self, name)} is less than {least}")
         if self.planes > 2 or self.hidden % self.head_size:
-            raise ValueError(f"{self.planes} planes of {self.hidden} channels in heads of {self.head_size}")
+            raise ValueError(f"impossible: {self.planes} planes of {self.hidden} channels in heads of {self.head_size}")
         if self.rotary_size % 2 or not 0 <= self.rotary_size <= self.head_size:
             raise ValueError(f"rotary_size: {self.rotary_size} of {self.head_size}")
         _check("weights", self.weights, torch.float32, (self.layers, self.hidden), least=0.0)

@@ -302,7 +302,7 @@ class Tree:
             node.parent.children = node.parent.children or None
 
     def use(self, node: Node | None) -> None:
-        """A node and all above it were used now."""
+        """Mark a node and all nodes above it as used now."""
         while node is not None:
             self._order.move_to_end(node)
             node = node.parent

@@ -41,7 +41,7 @@ class Speed:
     write_bytes_per_second: float
     read_bytes_per_second: float
     latency_seconds: float
-    """From asking for one chunk to having it, with nothing else under way."""
+    """Seconds from asking for one chunk to having it, with nothing else under way."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ def _file_of(model: str, option: str) -> Path:
     except (ImportError, ValueError):  # not installed; no name that the hub could have
         cached = None
     if not isinstance(cached, str):
-        what = "a directory without config.json" if path.name == "config.json" else "no file and no directory"
+        what = "a directory without config.json" if path.name == "config.json" else "neither a file nor a directory"
         raise ConfigError(option, f"{model!r} is {what}, and not in the hub's cache; download it")
     return Path(cached)
 

@@ -15,14 +15,14 @@ from kvloom_testkit.kinds import CLASSES
 
 
 class Mutant:
-    """Mixed into a component, before the reference that it spoils."""
+    """Mixin of a component with a fault; it stands before the reference in the bases."""
 
     breaks: ClassVar[str]
     """The id of a requirement."""
 
 
 class Oddity:
-    """Mixed into a component that is legal, though not what anybody would expect."""
+    """Mixin of a component that is legal, but unusual."""
 
 
 def of(kind: str) -> Iterator[type[Any]]:

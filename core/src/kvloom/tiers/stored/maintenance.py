@@ -11,13 +11,7 @@ from contextlib import suppress
 from kvloom.bounded import get_at_most, one_line
 from kvloom.contracts.observer import Event
 from kvloom.contracts.storage import StorageBackend
-from kvloom.errors import (
-    BackendError,
-    CorruptBlobError,
-    DeadlineExceeded,
-    IncompleteListingError,
-    UnreadableBlobError,
-)
+from kvloom.errors import BackendError, CorruptBlobError, DeadlineExceeded, IncompleteListingError, UnreadableBlobError
 from kvloom.runtime import Call, Runtime, Thread
 from kvloom.telemetry.events import EventBus
 from kvloom.tiers.index.eviction_history import MAX_RECORD_BYTES, RECORD

@@ -15,13 +15,7 @@ from kvloom.bounded import one_line
 from kvloom.contracts.observer import Event
 from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import StorageBackend
-from kvloom.errors import (
-    BackendError,
-    CorruptBlobError,
-    DeadlineExceeded,
-    IncompleteListingError,
-    UnreadableBlobError,
-)
+from kvloom.errors import BackendError, CorruptBlobError, DeadlineExceeded, IncompleteListingError, UnreadableBlobError
 from kvloom.format import envelope
 from kvloom.format.encryption import Protection
 from kvloom.interrupts import shielded_waiting

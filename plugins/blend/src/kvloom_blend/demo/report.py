@@ -57,7 +57,7 @@ def checks(result: Result) -> list[tuple[bool, str]]:
 
 
 def curves(result: Result) -> dict[str, list[tuple[float, float]]]:
-    """Ratio and KL of each executor that has a ratio, from `none` on, which computes nothing again."""
+    """Ratio and KL of each executor that has a ratio. The first point is `none`, which recomputes nothing."""
     start = [(row.ratio, row.agreement.kl) for row in result.rows if row.executor == "none"]
     words = dict.fromkeys(row.executor for row in result.rows if row.executor not in ("none", "full"))
     return {

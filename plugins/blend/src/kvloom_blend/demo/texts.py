@@ -30,7 +30,7 @@ def module_texts() -> list[str]:
 
 
 def read_texts(path: Path) -> list[str]:
-    """The documents of a file, between blank lines. Raises ValueError if it is no text, or longer than a demo takes."""
+    """Documents of a file, between blank lines. Raises ValueError unless it is text, and short enough for a demo."""
     try:
         with path.open(encoding="utf-8") as file:
             content = file.read(_MOST_CHARACTERS + 1)

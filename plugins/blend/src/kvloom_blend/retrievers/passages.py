@@ -58,7 +58,7 @@ class PassageRetriever(BlendRetriever):
 
     def _check_token(self, setting: str, token: int, size: int) -> None:
         if token >= size:
-            raise ConfigError(f"blend.retriever.{setting}", f"{token} is no token: the vocabulary has {size}")
+            raise ConfigError(f"blend.retriever.{setting}", f"{token} is not a token: the vocabulary has {size}")
 
     def new_request(
         self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor, *, salt: str | None = None,

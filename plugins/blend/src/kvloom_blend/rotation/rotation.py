@@ -129,7 +129,7 @@ class Rotation:
         return out
 
     def halves(self, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of K `[..., heads * head_size]` as `[..., heads, pairs]`: the first of each pair, and the second."""
+        """Two views of K `[..., heads * head_size]`, each `[..., heads, pairs]`: the first and second of each pair."""
         end = self.start + 2 * self.pairs
         turned = k.unflatten(-1, (-1, self.head_size))[..., self.start : end]
         if self.interleaved:

@@ -81,13 +81,13 @@ def _tensor(described: Any, data: memoryview) -> torch.Tensor | None:
         if not isinstance(described["shape"], list) or len(shape) > _MOST_DIMENSIONS or any(size < 0 for size in shape):
             raise ValueError("no shape")
     except (KeyError, TypeError, ValueError) as error:
-        raise UnreadableBlobError("a tensor that this process cannot make") from error
+        raise UnreadableBlobError("the blob has a tensor that this process cannot create") from error
     if math.prod(shape) * dtype.itemsize != len(data):  # before memory is taken for it
         raise CorruptBlobError(f"{len(data)} bytes for a tensor of another size")
     try:
         tensor = torch.empty(shape, dtype=dtype)
     except (RuntimeError, TypeError) as error:
-        raise UnreadableBlobError("a tensor that this process cannot make") from error
+        raise UnreadableBlobError("the blob has a tensor that this process cannot create") from error
     if len(data):
         tensor.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data, dtype=np.uint8)
     return tensor

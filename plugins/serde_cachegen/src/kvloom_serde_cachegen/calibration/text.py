@@ -16,7 +16,7 @@ _CHARACTERS_PER_TOKEN = 64
 
 def read(files: Sequence[Path], *, tokens: int) -> tuple[list[str], list[str]]:
     """Split each file into a part to calibrate on and a part to test on. Raises OSError, or ValueError for a file that
-    is no text."""
+    is not text."""
     ours, theirs = [], []
     for file in files:
         try:

@@ -27,7 +27,7 @@ class TierKind(NamedTuple):
     setting: str
     """The setting that says where it is; empty for memory."""
     place: str
-    """The place that is offered."""
+    """The default place of the store, offered to the user."""
     size_setting: str
     size: str
     """The size that is offered; empty for none."""

@@ -154,7 +154,7 @@ def _lines(prompts: Iterable[Prompt], keyings: Sequence[Keys]) -> Iterator[Line]
 
 
 def _measure(opened: Sequence[Store], lines: Sequence[Line], holders: Mapping[ChunkKey, set[str]]) -> None:
-    """The tokens of keys, a chunk's or a piece's; 0 where no tier has a header of it that can be read."""
+    """The number of tokens under each key, of a chunk or a piece; 0 if no tier has a readable header of it."""
     from kvloom.inspection import at_once
 
     by_key = {line.segments[0].key: line for line in lines}

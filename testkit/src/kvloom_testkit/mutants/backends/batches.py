@@ -35,7 +35,7 @@ class BatchOfPutsEndsWithAFailure(Mutant, DirectoryBackend):
 
 
 class BatchHasOneOutcome(Mutant, DirectoryBackend):
-    """The first failure, for all of them."""
+    """Reports the first failure for every blob of the batch."""
 
     breaks = "B52"
 
@@ -47,7 +47,7 @@ class BatchHasOneOutcome(Mutant, DirectoryBackend):
 
 
 class BatchOfPutsHidesFailures(Mutant, DirectoryBackend):
-    """It is only a cache."""
+    """Ignores every error of a batch, as a cache might."""
 
     breaks = "B52"
 
@@ -71,7 +71,7 @@ class BatchKeepsTheFirstOfTwo(Mutant, DirectoryBackend):
 
 
 class BatchReportsOnAThreadOfItsOwn(Mutant, DirectoryBackend):
-    """The one that has put it."""
+    """Reports an outcome on the thread that wrote the blob, not on the caller's."""
 
     breaks = "B52"
 
@@ -82,7 +82,7 @@ class BatchReportsOnAThreadOfItsOwn(Mutant, DirectoryBackend):
 
 
 class BatchKeepsItsLock(Mutant, DirectoryBackend):
-    """It is not given back if the caller breaks off."""
+    """Does not release its lock if the caller breaks off."""
 
     breaks = "B53"
     _busy = False
@@ -118,7 +118,7 @@ class BatchEndsWithASinkThatBreaksOff(Mutant, CompleteDirectoryBackend):
 
 
 class BatchPutsAgainWhatTheCallerHasBrokenOff(Mutant, DirectoryBackend):
-    """An error is an error: all of it is tried once more."""
+    """Tries the whole batch again after any error, the caller's included."""
 
     breaks = "B53"
 
@@ -130,7 +130,7 @@ class BatchPutsAgainWhatTheCallerHasBrokenOff(Mutant, DirectoryBackend):
 
 
 class BatchReadsWhatFits(Mutant, CompleteDirectoryBackend):
-    """As many bytes as were there when it asked, or fewer, of whatever is there now."""
+    """Asks for the size, then reads up to that many bytes of the blob that is there by then."""
 
     breaks = "B54"
 
@@ -146,7 +146,7 @@ class BatchReadsWhatFits(Mutant, CompleteDirectoryBackend):
 
 
 class BatchEndsWithABlobThatIsGone(Mutant, CompleteDirectoryBackend):
-    """It was there a moment ago."""
+    """Ends the batch if a blob has gone since it looked."""
 
     breaks = "B54"
 
@@ -172,7 +172,7 @@ class _Closing(DirectoryBackend):
 
 
 class CloseDropsTheRestOfABatch(Mutant, _Closing):
-    """And nobody hears of it."""
+    """Drops the writes that are queued when it is closed, without an outcome."""
 
     breaks = "B55"
 

@@ -16,7 +16,7 @@ from kvloom_testkit.reference.complete_backend import CompleteDirectoryBackend
 
 
 class LocksReadersOut(Mutant, DirectoryBackend):
-    """While it writes in place. Nobody reads half of it, and an `except` tidies up; of a kill nobody tidies up."""
+    """Writes in place and locks readers out meanwhile; a killed process leaves half a blob."""
 
     breaks = "B36"
 
@@ -40,7 +40,7 @@ class LocksReadersOut(Mutant, DirectoryBackend):
 
 
 class WritesTheIndexFirst(Mutant, DirectoryBackend):
-    """A new version is in the index, and the old one gone, before it is there."""
+    """Replaces the old version in the index before the new one is written."""
 
     breaks = "B36"
 
@@ -98,7 +98,7 @@ class DraftsUnderOneName(Mutant, DirectoryBackend):
 
 
 class KeepsTheRightsOfTheDead(Mutant, CompleteDirectoryBackend):
-    """A file that is there while somebody has the right; only its holder's `close` removes it."""
+    """Grants the right by a file, which stays for ever if its holder is killed."""
 
     breaks = "B37"
 
@@ -150,7 +150,7 @@ class UnlocksWhatItInherited(Mutant, CompleteDirectoryBackend):
 
 
 class LocksAsPosixDoes(Mutant, CompleteDirectoryBackend):
-    """Whoever closes the file in this process has given the lock back; among instances there is a table."""
+    """Uses POSIX locks: closing the file anywhere in the process releases the lock."""
 
     breaks = "B37"
     _holders: ClassVar[dict[tuple[Path, str], int]] = {}

@@ -42,7 +42,7 @@ class NeverSaysFilled(Mutant, CompleteDirectoryBackend):
 
 
 class TakesNoRoomForAMiss(Mutant, CompleteDirectoryBackend):
-    """Whatever `reserve` raises."""
+    """Treats any error of `reserve` as a miss."""
 
     breaks = "B13"
 
@@ -54,7 +54,7 @@ class TakesNoRoomForAMiss(Mutant, CompleteDirectoryBackend):
 
 
 class ReservesForNothing(Mutant, CompleteDirectoryBackend):
-    """Before it knows whether there is a blob."""
+    """Reserves memory for a blob that is not there."""
 
     breaks = "B13"
 
@@ -65,7 +65,7 @@ class ReservesForNothing(Mutant, CompleteDirectoryBackend):
 
 
 class ReservesWholePages(Mutant, CompleteDirectoryBackend):
-    """And lets the rest of the last one count as the blob's."""
+    """Reserves whole pages, and counts the rest of the last one as part of the blob."""
 
     breaks = "B13"
 
@@ -80,7 +80,7 @@ class ReservesWholePages(Mutant, CompleteDirectoryBackend):
 
 
 class FillsWhatItCan(Mutant, CompleteDirectoryBackend):
-    """And calls a range that ends after the blob read."""
+    """Fills what it can of a range that ends after the blob, and returns True."""
 
     breaks = "B14"
 
@@ -110,7 +110,7 @@ class MissesTheLastByte(Mutant, CompleteDirectoryBackend):
 
 
 class LeavesOutWhatIsNotThere(Mutant, DirectoryBackend):
-    """So that every answer after it is somebody else's."""
+    """Leaves missing keys out, so that later answers belong to other keys."""
 
     breaks = "B15"
 
@@ -128,7 +128,7 @@ class AnswersInItsOwnOrder(Mutant, DirectoryBackend):
 
 
 class AnswersEachKeyOnce(Mutant, DirectoryBackend):
-    """Though it was asked about some twice."""
+    """Answers once for a key that was asked about twice."""
 
     breaks = "B15"
 
@@ -137,7 +137,7 @@ class AnswersEachKeyOnce(Mutant, DirectoryBackend):
 
 
 class DeletesTheFirst(Mutant, DirectoryBackend):
-    """And takes an absent one for the end."""
+    """Stops deleting at the first key that is absent."""
 
     breaks = "B15"
 
@@ -149,7 +149,7 @@ class DeletesTheFirst(Mutant, DirectoryBackend):
 
 
 class ForgetsOneVictim(Mutant, DirectoryBackend):
-    """The one whose place the blob takes, and no other."""
+    """Deletes only the victim whose place the blob takes."""
 
     breaks = "B19"
 
@@ -160,7 +160,7 @@ class ForgetsOneVictim(Mutant, DirectoryBackend):
 
 
 class KeepsAVictimsTail(Mutant, DirectoryBackend):
-    """Writes over its file, and does not cut it."""
+    """Writes over the victim's file without truncating it."""
 
     breaks = "B19"
 
@@ -186,7 +186,7 @@ class AsksForARangeOfNothing(Mutant, CompleteDirectoryBackend):
 
 
 class FindsNothingAnywhere(Mutant, DirectoryBackend):
-    """A range of no bytes is found beyond the end, too: a slice has no complaint."""
+    """Finds an empty range beyond the end of a blob, as a slice does."""
 
     breaks = "B14"
 
@@ -199,7 +199,7 @@ class FindsNothingAnywhere(Mutant, DirectoryBackend):
 
 
 class AnswersOneByOne(Mutant, DirectoryBackend):
-    """Nothing is asked before somebody goes through the answer."""
+    """Returns a generator, which asks the store only when it is iterated."""
 
     breaks = "B15"
 
@@ -208,7 +208,7 @@ class AnswersOneByOne(Mutant, DirectoryBackend):
 
 
 class BatchSaysNothingOfMissingBlobs(Mutant, CompleteDirectoryBackend):
-    """Those who wait for it learn at the deadline."""
+    """Reports no outcome for missing blobs, so callers wait until the deadline."""
 
     breaks = "B50"
 
@@ -221,7 +221,7 @@ class BatchSaysNothingOfMissingBlobs(Mutant, CompleteDirectoryBackend):
 
 
 class BatchCountsWhatArrives(Mutant, CompleteDirectoryBackend):
-    """The number of an outcome is how many were there before it, and missing blobs come last."""
+    """Numbers outcomes in the order in which they arrive."""
 
     breaks = "B50"
 
@@ -233,7 +233,7 @@ class BatchCountsWhatArrives(Mutant, CompleteDirectoryBackend):
 
 
 class BatchEndsWithARefusal(Mutant, CompleteDirectoryBackend):
-    """A sink without room ends it for all that come after."""
+    """Ends the batch at the first sink without room."""
 
     breaks = "B50"
 
@@ -243,7 +243,7 @@ class BatchEndsWithARefusal(Mutant, CompleteDirectoryBackend):
 
 
 class BatchReadsAKeyOnce(Mutant, CompleteDirectoryBackend):
-    """Whoever asked for it first has it."""
+    """Reads a key that was asked for twice only once, for the first request."""
 
     breaks = "B50"
 
@@ -272,7 +272,7 @@ class BatchReportsARefusalTwice(Mutant, CompleteDirectoryBackend):
 
 
 class BatchGivesNeighbours(Mutant, CompleteDirectoryBackend):
-    """The second of two blobs goes where the first belongs, and the other way round."""
+    """Swaps two blobs of a batch."""
 
     breaks = "B50"
 
@@ -288,7 +288,7 @@ class _NeverChanges(Mapped):
 
 
 class MapSeesNoChange(Mutant, CompleteDirectoryBackend):
-    """A blob that was there once is taken to be there."""
+    """Never notices that a mapped blob has gone or changed."""
 
     breaks = "B51"
 
@@ -302,7 +302,7 @@ class _OnlyDeleted(Mapped):
 
 
 class MapSeesNoNewBlob(Mutant, CompleteDirectoryBackend):
-    """A blob that took the place of another passes for it."""
+    """Does not notice that another blob has taken the place of a mapped one."""
 
     breaks = "B51"
 
@@ -320,7 +320,7 @@ class _Used(Mapped):
 
 
 class MapTakesAUseForAChange(Mutant, CompleteDirectoryBackend):
-    """Whoever notes the use of a blob makes everybody verify it again."""
+    """Takes a noted use of a blob for a change, so that every process verifies it again."""
 
     breaks = "B51"
 
@@ -349,7 +349,7 @@ class MapIsTheStoresOwn(Mutant, CompleteDirectoryBackend):
 
 
 class MapHasNoBound(Mutant, CompleteDirectoryBackend):
-    """However long the blob is, all of it becomes memory."""
+    """Maps a blob of any length."""
 
     breaks = "B51"
 
@@ -373,7 +373,7 @@ class _WholePages(Mapped):
 
 
 class MapHasWholePages(Mutant, CompleteDirectoryBackend):
-    """As long as the mapping, which ends with its last page."""
+    """Returns the whole pages of the mapping, not the bytes of the blob."""
 
     breaks = "B51"
 

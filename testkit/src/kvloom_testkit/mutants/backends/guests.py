@@ -48,7 +48,7 @@ class SeedsTheNamesOfItsFiles(Mutant, DirectoryBackend):
 
 
 class SetsEverybodysTimeout(Mutant, DirectoryBackend):
-    """Its client has no way to set its own, and it is only set when many blobs are asked for."""
+    """Sets the default timeout of all sockets, when many blobs are asked for."""
 
     breaks = "B42"
 
@@ -58,7 +58,7 @@ class SetsEverybodysTimeout(Mutant, DirectoryBackend):
 
 
 class HidesItsFiles(Mutant, DirectoryBackend):
-    """From everybody but its user, and all other files of the process too."""
+    """Changes the umask of the process, to hide its files from other users."""
 
     breaks = "B42"
 
@@ -81,7 +81,7 @@ class HidesWhatItIsWriting(Mutant, DirectoryBackend):
 
 
 class VisitsTheStore(Mutant, DirectoryBackend):
-    """To look for something, and comes back."""
+    """Changes the working directory for a moment."""
 
     breaks = "B42"
 
@@ -95,7 +95,7 @@ class VisitsTheStore(Mutant, DirectoryBackend):
 
 
 class SpeaksItsOwnLanguage(Mutant, DirectoryBackend):
-    """For the sake of a number with a point in it."""
+    """Changes the locale of the process, to write numbers with a decimal point."""
 
     breaks = "B42"
 
@@ -105,7 +105,7 @@ class SpeaksItsOwnLanguage(Mutant, DirectoryBackend):
 
 
 class IsNotInterrupted(Mutant, DirectoryBackend):
-    """By any signal, from its first put on."""
+    """Blocks a signal on the calling thread, from its first put on."""
 
     breaks = "B42"
 
@@ -115,7 +115,7 @@ class IsNotInterrupted(Mutant, DirectoryBackend):
 
 
 class MayOpenMoreFiles(Mutant, CompleteDirectoryBackend):
-    """Than everybody thinks there may be."""
+    """Changes the limit of open files of the process."""
 
     breaks = "B42"
 

@@ -36,7 +36,7 @@ class KeepsBlobsInADictionary(Mutant, DirectoryBackend):
 
 
 class RemembersWhatIsNotThere(Mutant, DirectoryBackend):
-    """Another instance may have put it meanwhile."""
+    """Remembers misses, though another instance may put the blob."""
 
     breaks = "B22"
 
@@ -56,7 +56,7 @@ class RemembersWhatIsNotThere(Mutant, DirectoryBackend):
 
 
 class RemembersWhatItRead(Mutant, DirectoryBackend):
-    """Another instance may have replaced or deleted it meanwhile."""
+    """Remembers blobs, though another instance may replace or delete them."""
 
     breaks = "B22"
 
@@ -75,7 +75,7 @@ class RemembersWhatItRead(Mutant, DirectoryBackend):
 
 
 class HasAWorkerFromTheStart(Mutant, DirectoryBackend):
-    """A child inherits the queue, and not the thread that empties it."""
+    """Starts a worker when it is opened; a forked child inherits its queue without the thread."""
 
     breaks = "B23"
 
@@ -107,7 +107,7 @@ class HashNamesTheFile(Mutant, DirectoryBackend):
 
 
 class ClosesOnce(Mutant, DirectoryBackend):
-    """There is nothing to close the second time."""
+    """Raises at the second `close`."""
 
     breaks = "B25"
 
@@ -154,7 +154,7 @@ class ClosesEverybodysClient(Mutant, DirectoryBackend):
 
 
 class IsItsOwnStore(Mutant, CompleteDirectoryBackend):
-    """Every instance another one."""
+    """Gives each instance another identity."""
 
     breaks = "B27"
 
@@ -163,7 +163,7 @@ class IsItsOwnStore(Mutant, CompleteDirectoryBackend):
 
 
 class IdentityIsAPath(Mutant, CompleteDirectoryBackend):
-    """And not text."""
+    """Returns a path instead of text as its identity."""
 
     breaks = "B27"
 
@@ -208,7 +208,7 @@ class NeverGivesARightBack(Mutant, CompleteDirectoryBackend):
 
 
 class TripsOverItsOwnProbe(Mutant, DirectoryBackend):
-    """The probe's file of the last time is in the way."""
+    """Fails if the probe's file of an earlier check is still there."""
 
     breaks = "B30"
 
@@ -237,7 +237,7 @@ class LeavesAFileOpen(Mutant, DirectoryBackend):
 
 
 class ForgetsEveryNinthPut(Mutant, DirectoryBackend):
-    """Under one key."""
+    """Loses every ninth put of one key."""
 
     breaks = "B32"
 
@@ -252,7 +252,7 @@ class ForgetsEveryNinthPut(Mutant, DirectoryBackend):
 
 
 class NumbersItsFiles(Mutant, DirectoryBackend):
-    """By how many there are: after a delete, two keys have one file."""
+    """Numbers files by how many there are; after a delete two keys get the same file."""
 
     breaks = "B32"
 

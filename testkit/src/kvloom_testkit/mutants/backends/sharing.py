@@ -41,7 +41,7 @@ class CachesForEachThread(Mutant, DirectoryBackend):
 
 
 class CachesForTheProcess(Mutant, DirectoryBackend):
-    """All its instances agree; those of other processes it does not hear of."""
+    """Caches for all instances of the process, and misses changes by other processes."""
 
     breaks = "B46"
     _recent: ClassVar[dict[Path, Buffer | None]] = {}
@@ -163,7 +163,7 @@ class AsksItsTableTwice(Mutant, DirectoryBackend):
 
 
 class LooksBeforeItOpens(Mutant, DirectoryBackend):
-    """With nothing in between but that another thread may be quicker."""
+    """Looks for the file before it opens it; another thread may delete it in between."""
 
     breaks = "B11"
 
@@ -172,7 +172,7 @@ class LooksBeforeItOpens(Mutant, DirectoryBackend):
 
 
 class WritesTheRowBeforeTheBlob(Mutant, DirectoryBackend):
-    """Each of them whole; whoever is killed between them leaves a row of nothing."""
+    """Writes the row before the blob; a kill in between leaves a row without a blob."""
 
     breaks = "B36"
 
@@ -197,7 +197,7 @@ class WritesTheRowBeforeTheBlob(Mutant, DirectoryBackend):
 
 
 class ReplacesInTwoSteps(Mutant, DirectoryBackend):
-    """The length beside the blob: whoever is killed between them leaves one that is cut."""
+    """Replaces the length and the blob in two steps; a kill in between leaves a blob that is cut."""
 
     breaks = "B36"
 
@@ -242,7 +242,7 @@ class SwallowsWriteErrors(Mutant, DirectoryBackend):
 
 
 class WritesBehind(Mutant, DirectoryBackend):
-    """On a thread, for which it waits, and which nobody asks how it went."""
+    """Writes on a thread, waits for it, and ignores its errors."""
 
     breaks = "B45"
 

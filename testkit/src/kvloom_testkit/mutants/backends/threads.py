@@ -84,7 +84,7 @@ class AsksAndThenOpens(Mutant, DirectoryBackend):
 
 
 class AsksAndThenCreates(Mutant, CompleteDirectoryBackend):
-    """Two can have asked before either has created."""
+    """Asks before it creates, so that two threads may both create."""
 
     breaks = "B20"
 
@@ -96,7 +96,7 @@ class AsksAndThenCreates(Mutant, CompleteDirectoryBackend):
 
 
 class CreatesOverWhatIsThere(Mutant, CompleteDirectoryBackend):
-    """Says so, and has replaced the blob all the same."""
+    """Returns False from `create`, but replaces the blob."""
 
     breaks = "B20"
 
@@ -177,7 +177,7 @@ class BatchReportsOnAnotherThread(Mutant, CompleteDirectoryBackend):
 
 
 class _Deaf:
-    """Does not hear what a sink says of what has arrived."""
+    """Ignores the errors of `Sink.filled`."""
 
     def __init__(self, sink: Sink) -> None:
         self.reserve = sink.reserve
@@ -189,7 +189,7 @@ class _Deaf:
 
 
 class BatchDoesNotHearOfDamage(Mutant, CompleteDirectoryBackend):
-    """Whatever a sink says of the bytes in it, they have arrived."""
+    """Reports a blob as read although its sink has refused the bytes."""
 
     breaks = "B50"
 

@@ -14,7 +14,7 @@ from kvloom_testkit.reference.complete_backend import CompleteDirectoryBackend
 
 
 class UnmapsWhatItReturned(Mutant, DirectoryBackend):
-    """It reads by mapping, and `close` cannot unmap what somebody still has."""
+    """Reads by mapping; `close` fails while a caller holds a blob."""
 
     breaks = "B07"
 
@@ -75,7 +75,7 @@ class EmptiesTheStore(Mutant, DirectoryBackend):
 
 
 class KeepsTheFileOfAShortRange(Mutant, CompleteDirectoryBackend):
-    """It closes it at the end, and there is an end before that."""
+    """Returns from a short range before it closes the file."""
 
     breaks = "B39"
 
@@ -107,7 +107,7 @@ class KeepsTheFileOfARefusal(Mutant, CompleteDirectoryBackend):
 
 
 class ConnectsEveryThread(Mutant, DirectoryBackend):
-    """In a table that `close` clears, and nobody before."""
+    """Keeps a connection for each thread until `close`."""
 
     breaks = "B39"
 
@@ -133,7 +133,7 @@ class WantsNoThreads(Mutant, DirectoryBackend):
 
 
 class SaysNoInWords(Mutant, DirectoryBackend):
-    """A word is true."""
+    """Returns a word, which is true, where False is meant."""
 
     breaks = "B40"
     shared = "no"  # type: ignore[assignment]
@@ -177,7 +177,7 @@ class SaysGoodbyeForItsParent(Mutant, DirectoryBackend):
 
 
 class KeepsItsLockWhenAPutFails(Mutant, DirectoryBackend):
-    """The release is the last line, and no `finally`."""
+    """Releases its lock on the last line, and not in a `finally`."""
 
     breaks = "B12"
 

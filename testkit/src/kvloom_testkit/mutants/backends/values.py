@@ -218,7 +218,7 @@ class ReturnsTheFileItself(Mutant, DirectoryBackend):
 
 
 class WritesPartByPart(Mutant, DirectoryBackend):
-    """To the blob's own file: whoever stops it leaves what was written by then."""
+    """Writes part by part into the blob's own file; an interrupted put leaves half a blob."""
 
     breaks = "B12"
 

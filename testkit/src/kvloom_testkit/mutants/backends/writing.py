@@ -34,7 +34,7 @@ class SendsOneMessage(Mutant, DirectoryBackend):
 
 
 class ReturnsNumbers(Mutant, DirectoryBackend):
-    """`bytes` makes a blob of them; a buffer they are not."""
+    """Returns a list of numbers, which `bytes` accepts but is no buffer."""
 
     breaks = "B01"
 

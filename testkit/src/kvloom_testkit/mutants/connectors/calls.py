@@ -264,7 +264,7 @@ class PutsLayersFirst(Mutant, SlotsConnector):
 
 
 class LazyFence:
-    """Runs something when it is waited for, once."""
+    """Runs a function at the first wait."""
 
     def __init__(self, run: Callable[[], object]) -> None:
         self._run, self._ran, self._lock = run, False, threading.Lock()
@@ -277,7 +277,7 @@ class LazyFence:
 
 
 class RepresentsItsAddress(Mutant, SlotsConnector):
-    """Finds nothing that another one stored."""
+    """Puts its own address into the representation, so that no other connector finds its chunks."""
 
     breaks = "C12"
 
@@ -308,7 +308,7 @@ class WritesWholeEights(Mutant, SlotsConnector):
 
 
 class ClosesOnce(Mutant, SlotsConnector):
-    """The second time there is nothing to close."""
+    """Raises at the second `close`."""
 
     breaks = "C14"
 

@@ -154,7 +154,7 @@ class QueuesItsCopies(Oddity, _Queueing):
 
 
 class AsksTheWrongThread(Mutant, _Queueing):
-    """For the stream that is current where it copies."""
+    """Asks for the current stream on the thread that copies, not on the engine's."""
 
     breaks = "C19"
 
@@ -270,7 +270,7 @@ class SaysItIsDoneWhenTheBusIs(Mutant, _Queueing):
 
 
 class GoesOnAfterAnError(Mutant, _Queueing):
-    """The chunks are somebody else's by then."""
+    """Continues to copy after an error, when the chunks belong to others."""
 
     breaks = "C19"
 

@@ -66,7 +66,7 @@ class ReadsLayersUnchecked(Mutant, SlotsConnector):
 
 
 class WritesEveryLayer(Mutant, SlotsConnector):
-    """Those that are in use as well."""
+    """Writes every layer, those in use included."""
 
     breaks = "C11"
 

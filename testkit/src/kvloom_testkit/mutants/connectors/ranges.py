@@ -20,7 +20,7 @@ class LooksForTheLargestSlot(Mutant, SlotsConnector):
 
 
 class LooksAtTheFirstSlot(Mutant, SlotsConnector):
-    """The others will be like it."""
+    """Checks only the first slot."""
 
     breaks = "C07"
 

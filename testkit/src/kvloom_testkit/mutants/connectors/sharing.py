@@ -24,7 +24,7 @@ class KeepsThePageTable(Mutant, SlotsConnector):
 
 
 class KeepsWhatItRead(Mutant, SlotsConnector):
-    """By segment, whoever asks."""
+    """Caches chunks by segment, for every request."""
 
     breaks = "C15"
 
@@ -84,7 +84,7 @@ class KeepsATableForItsLayers(Mutant, SlotsConnector):
 
 
 class WritesLayersOnAThreadOfItsOwn(Mutant, SlotsConnector):
-    """And is in inference mode nowhere but where it was made."""
+    """Writes layers on its own thread, which is not in inference mode."""
 
     breaks = "C17"
 
@@ -114,7 +114,7 @@ class SetsTheThreads(Mutant, SlotsConnector):
 
 
 class SwitchesGradientsOff(Mutant, SlotsConnector):
-    """For good."""
+    """Switches gradients off and never on again."""
 
     breaks = "C18"
 

@@ -148,7 +148,7 @@ class PassesOnTheStarts(_Spoils):
 
 
 class KeepsTheSelection(Mutant, NoneExecutor):
-    """On the executor."""
+    """Keeps the selection on the executor, where batches meet."""
 
     breaks = "X09"
 
@@ -181,7 +181,7 @@ class EmptiesItsCacheAtTheLastLayer(_Spoils):
 
 
 class AlwaysReusesSome(Mutant, NoneExecutor):
-    """However little was retrieved: in a prompt of which nothing was, too."""
+    """Leaves tokens out even if nothing was retrieved."""
 
     breaks = "X11"
 
@@ -232,7 +232,7 @@ class SharesItsScratch(_Spoils):
 
 
 class ClosesOnce(Mutant, NoneExecutor):
-    """And then has nothing left to close."""
+    """Raises at the second `close`."""
 
     breaks = "X15"
 
@@ -252,7 +252,7 @@ class ComparesDimensions(_Spoils):
 
 
 class SwitchesGradientsOff(_Spoils):
-    """For good."""
+    """Switches gradients off and never on again."""
 
     breaks = "X17"
 
@@ -272,7 +272,7 @@ class DrawsFromTheProcess(_Spoils):
 
 
 class PlansWhatIsInvalidOnly(Mutant, NoneExecutor):
-    """And not the last token of a request of which all is known."""
+    """Plans invalid tokens only, without the last token of each request."""
 
     breaks = "X18"
 
@@ -286,7 +286,7 @@ class PlansWhatIsInvalidOnly(Mutant, NoneExecutor):
 
 
 class TakesItsPlanForTheBatch(Mutant, NoneExecutor):
-    """Says what it plans, and counts the first layer's rows as if it were handed everything."""
+    """Plans a selection, but counts rows of the first layer as if all tokens were computed."""
 
     breaks = "X18"
 

@@ -105,7 +105,7 @@ class RegistersItsMetrics(Mutant, CountingObserver):
 
 
 class ClosesOnce(Mutant, CountingObserver):
-    """And then has nothing left to close."""
+    """Raises at the second `close`."""
 
     breaks = "O06"
 
@@ -141,7 +141,7 @@ class ConfiguresLogging(Mutant, CountingObserver):
 
 
 class DisablesLogging(Mutant, CountingObserver):
-    """So that nobody hears of what happens after the end."""
+    """Disables logging when it is closed."""
 
     breaks = "O08"
 

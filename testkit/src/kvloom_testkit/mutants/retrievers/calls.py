@@ -36,7 +36,7 @@ class _Spoils(Mutant, PiecesRetriever):
 
 
 class ReturnsWhatWasFound(_Spoils):
-    """And nothing for the rest."""
+    """Returns only the tokens that were found, not one row for each."""
 
     breaks = "R01"
 
@@ -91,7 +91,7 @@ class MixesLayers(_Spoils):
 
 
 class TrustsZeros(_Spoils):
-    """Takes what was never written for KV."""
+    """Counts tokens at position 0 as retrieved, though that is the position of invalid ones."""
 
     breaks = "R04"
 
@@ -101,7 +101,7 @@ class TrustsZeros(_Spoils):
 
 
 class SortsTheTokens(Mutant, PiecesRetriever):
-    """In place, for a quick look."""
+    """Sorts the caller's tokens in place."""
 
     breaks = "R05"
 
@@ -112,7 +112,7 @@ class SortsTheTokens(Mutant, PiecesRetriever):
 
 
 class ReadsLayersInOrder(_Spoils):
-    """Whatever it is asked for."""
+    """Reads layers in order, whichever is asked for."""
 
     breaks = "R06"
 
@@ -131,7 +131,7 @@ class SearchesTheBatch(Mutant, PiecesRetriever):
 
 
 class SaysWhereTheyAre(_Spoils):
-    """And not where they were."""
+    """Returns the present positions, not those at which K was rotated."""
 
     breaks = "R08"
 
@@ -141,7 +141,7 @@ class SaysWhereTheyAre(_Spoils):
 
 
 class KeepsTheRequest(_Spoils):
-    """On the retriever: the last one that came."""
+    """Keeps the last request on the retriever, where requests meet."""
 
     breaks = "R09"
 
@@ -168,7 +168,7 @@ class ReadsIntoOneBuffer(_Spoils):
 
 
 class HasTwentyTasks(_Spoils):
-    """Each task is given back with its last layer only."""
+    """Serves twenty tasks at a time, and frees one only when its last layer is read."""
 
     breaks = "R11"
 
@@ -185,7 +185,7 @@ class HasTwentyTasks(_Spoils):
 
 
 class ClosesOnce(Mutant, PiecesRetriever):
-    """And then has nothing left to close."""
+    """Raises at the second `close`."""
 
     breaks = "R12"
 
@@ -243,7 +243,7 @@ class FindsHalf(Oddity, PiecesRetriever):
 
 
 class FindsFromTheEnd(Oddity, PiecesRetriever):
-    """Its tasks are worked out when they are asked for the first time."""
+    """Does the work of a task when its first result is asked for."""
 
     def new_request(self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor) -> BlendRetrieverTask:
         return _Late(self, input_tokens.clone(), query_start_loc.clone())

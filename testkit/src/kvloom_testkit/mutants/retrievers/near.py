@@ -46,7 +46,7 @@ class LooksAtTheFirstTokens(_KnowsNearly):
 
 
 class AddsTokensUp(_KnowsNearly):
-    """Wherever the sum is the same, the tokens will be."""
+    """Compares pieces by the sum of their tokens."""
 
     breaks = "R03"
 

@@ -76,7 +76,7 @@ class CopiesItsView(Mutant, RowsSerializer):
 
 
 class SeldomHasAView(Mutant, RowsSerializer):
-    """None where it could give one, and for the rest what the library raises."""
+    """Returns None where it could return a view, and lets the library's errors out."""
 
     breaks = "S13"
 

@@ -31,7 +31,7 @@ class ConvertsValues(Mutant, RowsSerializer):
 
 
 class WorksOnPairsOfTokens(Mutant, RowsSerializer):
-    """The last one of an odd number is not there."""
+    """Encodes tokens in pairs and loses the last of an odd number."""
 
     breaks = "S01"
 
@@ -149,7 +149,7 @@ class PromisesTooLittle(Mutant, RowsSerializer):
 
 
 class LooksAtTheValues(Mutant, RowsSerializer):
-    """A bound that depends on what there is not yet."""
+    """Gives a larger bound for a chunk with values than for its shape alone."""
 
     breaks = "S08"
 
@@ -208,7 +208,7 @@ class EncodesAllLikeTheFirst(Mutant, RowsSerializer):
 
 
 class DecodesInAnotherOrder(Mutant, RowsSerializer):
-    """Those of one shape first, and which is which gets lost."""
+    """Decodes chunks of one shape first, and mixes up their order."""
 
     breaks = "S12"
 
@@ -220,7 +220,7 @@ class DecodesInAnotherOrder(Mutant, RowsSerializer):
 
 
 class ClosesOnce(Mutant, RowsSerializer):
-    """The second time there is nothing to close."""
+    """Raises at the second `close`."""
 
     breaks = "S17"
 
@@ -267,7 +267,7 @@ class ReturnsManyBuffers(Oddity, RowsSerializer):
 
 
 class SaysItsLevel(Oddity, LevelledSerializer):
-    """In the blob, where `decode` finds it whatever the settings are by then."""
+    """Writes its level into the blob, where `decode` reads it."""
 
 
 class RefusesOtherLevels(Oddity, LevelledSerializer):
@@ -280,7 +280,7 @@ class RefusesOtherLevels(Oddity, LevelledSerializer):
 
 
 class CannotEncodeAtEveryLevel(Oddity, LevelledSerializer):
-    """And hears of it from the library that it compresses with."""
+    """Accepts levels that its compression library refuses later."""
 
     def encode(self, chunk: Chunk) -> Buffers:
         if not 0 < self.level <= 2:

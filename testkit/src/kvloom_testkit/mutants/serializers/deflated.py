@@ -50,7 +50,7 @@ class _Deflates(RowsSerializer):
 
 
 class InflatesWhateverComes(Mutant, _Deflates):
-    """And then looks how long it is."""
+    """Inflates a blob of any size before it checks the length."""
 
     breaks = "S07"
 

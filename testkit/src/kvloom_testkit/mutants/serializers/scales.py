@@ -36,7 +36,7 @@ class _Steps(HalfSerializer):
 
 
 class TakesTheStepsOfK(Mutant, _Steps):
-    """For V too."""
+    """Decodes V with the steps of K."""
 
     breaks = "S02"
 
@@ -45,7 +45,7 @@ class TakesTheStepsOfK(Mutant, _Steps):
 
 
 class DecodesWithTheStepsOfK(Mutant, _Steps):
-    """And encodes with those of each."""
+    """Encodes K and V with their own steps, and decodes both with those of K."""
 
     breaks = "S02"
 
@@ -55,7 +55,7 @@ class DecodesWithTheStepsOfK(Mutant, _Steps):
 
 
 class TakesTheStepsOfLayer0(Mutant, _Steps):
-    """For all layers."""
+    """Uses the steps of layer 0 for all layers."""
 
     breaks = "S02"
 

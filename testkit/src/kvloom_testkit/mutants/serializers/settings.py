@@ -57,7 +57,7 @@ class CallsItselfLossy(Mutant, RowsSerializer):
 
 
 class DecodesByItsLevel(Mutant, RowsSerializer):
-    """Whatever that of the blob was."""
+    """Decodes by its own level, not by the blob's."""
 
     breaks = "S21"
     Config = LevelConfig
@@ -112,7 +112,7 @@ class SetsTheDefaultDtype(Mutant, HalfSerializer):
 
 
 class RoundsAtRandom(Mutant, HalfSerializer):
-    """By the numbers that the model samples with."""
+    """Rounds by random numbers from the generator that the model samples with."""
 
     breaks = "S22"
 

@@ -127,7 +127,7 @@ class FailsForNothing(Mutant, EvenTokenDatabase):
 
 
 class ClosesOnce(Mutant, EvenTokenDatabase):
-    """The second time there is nothing to close."""
+    """Raises at the second `close`."""
 
     breaks = "T17"
 

@@ -271,7 +271,7 @@ class DigestsTheTimeZone(Mutant, EvenTokenDatabase):
 
 
 class DigestsAllTokensAnew(Mutant, EvenTokenDatabase):
-    """However they were cut."""
+    """Digests all tokens up to the end of a segment, wherever they were cut."""
 
     breaks = "T20"
 
