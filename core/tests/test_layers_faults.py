@@ -36,6 +36,7 @@ from layers_support import (
     settled,
 )
 
+from kvloom import StorageBackend
 from kvloom.format import envelope
 
 pytestmark = pytest.mark.usefixtures("ranges")
@@ -185,6 +186,42 @@ def test_a_store_that_raises_ends_the_prefix(open_engine: Open, ranges: Ranges, 
     assert chunks_in(masks) == [4, 4, 4, 2, 2, 2] and right(got, KV, masks)
     assert count(engine, "tier_error") in (1, 2) and count(engine, "corrupt") == 0, "the next may be under way already"
     assert bad in Shelf.shelves["default"].blobs, "what could not be read is not removed"
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("fault", ["gone", "damaged", "raises"])
+def test_a_chunk_in_the_middle_ends_it_as_it_ends_retrieve(
+    open_engine: Open, ranges: Ranges, monkeypatch: pytest.MonkeyPatch, fault: str, whole: bool
+) -> None:
+    if whole:
+        monkeypatch.setattr(Shelf, "get_range", StorageBackend.get_range)
+    results = []
+    for by_layer in (False, True):
+        Shelf.shelves.clear()
+        fill(open_engine)
+        with open_engine(MEMORY, SHELF, spec=DEEP) as engine:
+            shelf, bad = Shelf.shelves["default"], names_of(engine)[2]
+
+            def fail(verb: str, key: str, bad: str = bad) -> None:
+                if key == bad and fault == "raises" and verb != "contains":
+                    raise OSError(5, "Input/output error")
+
+            shelf.before = fail
+            ranges.before = lambda key, offset: fail("range", key)
+            if fault == "gone":
+                del shelf._blobs[bad]
+            elif fault == "damaged":
+                damage(shelf, bad, layer=0)
+            if by_layer:
+                got, masks = by_layers(engine)
+            else:
+                got = torch.zeros_like(KV)
+                masks = [engine.retrieve(TOKENS, kv=got)] * LAYERS
+            assert chunks_in(masks) == [2] * LAYERS and right(got, KV, masks)
+            missed = {key.reason: totals.chunks for key, totals in engine.counters().items() if key.name == "missed"}
+            lookups = [engine.lookup(TOKENS).tokens for _ in range(2)]
+            results.append((missed, lookups[-1], bad in shelf._blobs, count(engine, "tier_paused")))
+    assert results[0] == results[1]
 
 
 def test_the_kth_read_that_fails_never_gives_wrong_kv(open_engine: Open, ranges: Ranges) -> None:

@@ -122,3 +122,25 @@ def test_misuse_is_a_value_error(open_engine: Open) -> None:
         with pytest.raises(ValueError, match="kv: expected"):
             storing.layer(0, kv=KV[:1])
     assert settled(engine) and not len(engine._stack.memory)
+
+
+@pytest.mark.parametrize("kept", [4, 2])
+def test_layers_that_come_together_are_written_by_one_call(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    monkeypatch.setattr(Shelf, "get_range", StorageBackend.get_range)
+    fill(open_engine)
+    engine = open_engine(MEMORY, SHELF, spec=DEEP)
+    if kept < 4:
+        damage(Shelf.shelves["default"], names_of(engine)[kept], layer=4)
+    write, written = engine.connector.write, list[int]()
+
+    def count(segments: Any, chunks: Any, **where: Any) -> None:
+        written.extend(segment.start for segment in segments)
+        write(segments, chunks, **where)
+
+    monkeypatch.setattr(engine.connector, "write", count)
+    monkeypatch.setattr(engine.connector, "write_layer", None)
+    got, masks = by_layers(engine)
+    assert chunks_in(masks) == [kept] * LAYERS and right(got, KV, masks)
+    assert written == [segment.start for segment in engine.segments(TOKENS)][:kept]

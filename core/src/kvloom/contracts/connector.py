@@ -83,6 +83,7 @@ class GPUConnector(Component):
         """Optional: `write` of one layer only, while earlier layers are already in use.
 
         chunks: as for `read_layer`. Called on a thread of its own; layers come in order for each segment, but not all
-        segments come in one call. Raises NotImplementedError if it moves whole chunks only.
+        segments come in one call. Chunks all of whose layers arrive together are given to `write`, on that thread,
+        before any layer of theirs is in use. Raises NotImplementedError if it moves whole chunks only.
         """
         raise NotImplementedError(f"{type(self).__name__} does not move single layers")

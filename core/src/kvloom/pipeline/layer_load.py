@@ -245,18 +245,21 @@ class Loading:
 
     def _write(self, run: Sequence[Part]) -> None:
         began = self._context.record.now()
-        fences: list[Fence] = []
-        for layer in run[0].layers:
-            parts = [part for part in run if part.index < self._prefix.count(layer)]
-            if not parts:
-                break
-            fence = self._connector.write_layer(
-                layer, [part.segment for part in parts], [part.layer(layer) for part in parts], **self._where
-            )
-            if fence is not None:
-                fences.append(fence)
+        fences: list[Fence | None] = []
+        layers, last = run[0].layers, self.num_layers - 1
+        if len(layers) == self.num_layers and run[-1].index < self._prefix.count(last):
+            segments, chunks = [part.segment for part in run], [part.chunk for part in run]
+            fences.append(self._connector.write(segments, chunks, **self._where))
+        else:
+            for layer in layers:
+                parts = [part for part in run if part.index < self._prefix.count(layer)]
+                if not parts:
+                    break
+                segments, chunks = [part.segment for part in parts], [part.layer(layer) for part in parts]
+                fences.append(self._connector.write_layer(layer, segments, chunks, **self._where))
         for fence in fences:
-            fence.wait()
+            if fence is not None:
+                fence.wait()
         nbytes = sum(part.chunk.nbytes for part in run)
         self._context.record.note("copy", "", began, self._context.record.now(), nbytes=nbytes, chunks=len(run))
 

@@ -112,7 +112,7 @@ class TransformersConnector(GPUConnector):
         """Copy one layer into `cache`; done on return.
 
         It does not change the length of a StaticCache, because a layer's mask decides how many tokens count. Set the
-        length with `set_length`.
+        length with `set_length` after `wait`: of chunks that came whole, `write` has set it.
         """
         pair = _layer(cache, layer)
         for theirs, ours in self._pairs([pair], segments, chunks, row):
