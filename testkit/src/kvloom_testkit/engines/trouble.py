@@ -113,6 +113,8 @@ def _expect_none(bench: Bench, kind: str) -> None:
         session = bench.session("watched", store="watched")
         prompts = [bench.stem(), bench.stem(2), tokens(81, 4 * bench.chunk)]
         try:
+            for length in (bench.block // 2, bench.block + 1, bench.block + 1):  # the last one is the engine's own hit
+                bench.ask(session, [tokens(83, length)])
             bench.keep(session, prompts)
             bench.ask(session, prompts, together=True)
             bench.forget(session)
