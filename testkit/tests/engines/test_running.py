@@ -15,7 +15,7 @@ import pytest
 import kvloom_testkit
 from kvloom import ConfigError
 from kvloom_testkit.engines import report, running
-from kvloom_testkit.engines.bench import NotApplicableError, NotMetError
+from kvloom_testkit.engines.bench import Bench, NotApplicableError, NotMetError
 from kvloom_testkit.engines.damage import damage
 from kvloom_testkit.engines.process import EndedError, HangError, RaisedError, RefusedError
 from kvloom_testkit.engines.prompts import tokens
@@ -86,6 +86,29 @@ def test_the_third_hang_or_end_is_the_last(monkeypatch: pytest.MonkeyPatch) -> N
 def test_some_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     bench: Any = FakeBench(monkeypatch, {})
     assert [row.id for row in check(bench, only=["E09", "E17"])] == bench.tried == ["E09", "E17"]
+
+
+@pytest.mark.parametrize(("tokens_", "logprobs", "said"), [
+    ([1, 2, 3], [-1.0, -2.0, -3.0009], ""),
+    ([1, 5, 3], [-1.0, -2.0, -3.0], r"answer is \[1, 5, 3\]; .* gives \[1, 2, 3\]"),
+    ([1, 2, 3], [-1.0, -2.0, -3.1], "logprob 2 is -3.1"), ([1, 2, 3], [-1.0, float("nan"), -3.0], "logprob 1 is nan"),
+    ([], [], "the answer is"),
+])  # fmt: skip
+def test_answers_are_compared_token_by_token(tokens_: list[int], logprobs: list[float], said: str) -> None:
+    class Compared(Bench):
+        def __init__(self) -> None:
+            self.subject, self.block = Subject.named("a:C"), 32
+
+        def own(self, request: Any, split: int = 0, **more: Any) -> Any:
+            assert split == 64
+            return {"tokens": [1, 2, 3], "logprobs": [-1.0, -2.0, -3.0]}
+
+    answer = {"tokens": tokens_, "logprobs": logprobs, "cached": 64}
+    if not said:
+        Compared().compare(list(range(70)), answer)
+        return
+    with pytest.raises(NotMetError, match=f"a prompt of 2 x 32 \\+ 6 tokens, 64 of them found.*{said}"):
+        Compared().compare(list(range(70)), answer)
 
 
 ROWS = [

@@ -103,7 +103,7 @@ class Hits:
         bench.keep(session, [bench.stem()])
         for count in (1, 2, 3):
             bench.forget(session)
-            bench.ask(session, [bench.stem()[: count * bench.chunk]])
+            bench.ask(session, [bench.stem()[: count * bench.chunk + bench.block // 4]])
             (answer,) = bench.ask(session, [bench.stem()])
             bench.compare(bench.stem(), answer, f"behind {count * bench.chunk} tokens of the engine's own, a prompt")
 

@@ -53,7 +53,10 @@ class Separation:
         Usually: keys made from tokens, without the engine's extra keys.
         """
         llm = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "max_num_seqs": 4}
-        session = bench.session("adapters", store="adapters", **llm)
+        try:
+            session = bench.session("adapters", store="adapters", **llm)
+        except RefusedError as error:
+            raise NotApplicableError(f"not with adapters: {error}") from error
         request = {"prompt": tokens(71, 3 * bench.chunk + 5)}
         _alone(bench, session, {**request, "lora": bench.adapter(1)}, **llm)
         for lora, said in (("", "without an adapter"), (bench.adapter(2), "with another adapter")):

@@ -122,8 +122,20 @@ class Driver:
         return done
 
     def reset(self) -> bool:
-        """Empty both caches; return whether that was done."""
-        return bool(self._llm.reset_prefix_cache(reset_connector=True))
+        """Empty both caches; return whether the connector said that it was done. vLLM takes None for that, too."""
+        connector = self._scheduler.connector
+        said: list[bool | None] = []
+        reset = connector.reset_cache
+
+        def heard() -> bool | None:
+            said.append(reset())
+            return said[-1]
+
+        connector.reset_cache = heard
+        try:
+            return bool(self._llm.reset_prefix_cache(reset_connector=True)) and said == [True]
+        finally:
+            connector.reset_cache = reset
 
     def supports_reset(self) -> bool:
         """Return whether the connector has a `reset_cache` of its own."""
