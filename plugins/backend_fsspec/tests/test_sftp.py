@@ -15,7 +15,7 @@ from kvloom import BackendError, IncompleteListingError
 from kvloom_backend_fsspec import pace
 from kvloom_backend_fsspec.backend import FsspecBackend
 from kvloom_backend_fsspec.pace import Pace, PacedChannel
-from kvloom_backend_fsspec.stores import sftp_store
+from kvloom_backend_fsspec.stores import sftp_connections, sftp_store
 from kvloom_backend_fsspec.stores.base import Memory
 
 pytest.importorskip("paramiko")
@@ -193,7 +193,7 @@ def test_names_that_can_be_no_blobs_end_no_listing(monkeypatch: pytest.MonkeyPat
     for text in (b"a=kv", b"\xff", b"x" * 1000):
         answer.add_string(text)
     answer.rewind()
-    _, message = sftp_store._lenient(lambda *_: (104, answer))
+    _, message = sftp_connections._lenient(lambda *_: (104, answer))
     names = [message.get_text() for _ in range(3)]
     assert isinstance(message, paramiko.Message) and names[:2] == ["a=kv", "\ufffd"]
     it = backend(monkeypatch, {f"/kv/{name}": FILE for name in names})
