@@ -38,6 +38,13 @@ def groups_of(kinds: Sequence[dict[str, int]], blocks: int) -> list[Group]:
     ]  # fmt: skip
 
 
+def attended(kind: dict[str, int], tokens: int) -> range:
+    """The positions that the token behind these attends to, before itself."""
+    window, span = kind.get("window", 0), kind.get("span", 0)
+    near = (place for place in range(tokens) if not window or tokens - place < window)
+    return range(next((place for place in near if not span or place // span == tokens // span), tokens), tokens)
+
+
 class Engine(RuleBasedStateMachine):
     """Requests that share prefixes, over few blocks, preempted and ended at any time; memory holds what it should.
 
@@ -48,7 +55,7 @@ class Engine(RuleBasedStateMachine):
         kinds=st.sampled_from(KINDS), save_generated=st.booleans(), tails=st.booleans(), blocks=st.integers(1, 5)
     )
     def open(self, kinds: Sequence[dict[str, int]], save_generated: bool, tails: bool, blocks: int) -> None:
-        self.groups = groups_of(kinds, blocks)
+        self.kinds, self.groups = kinds, groups_of(kinds, blocks)
         self.planner = Planner(self.groups, hash_tokens=BLOCK, save_generated=save_generated, tails=tails)
         self.unit = lcm(*(group.block_tokens for group in self.groups))
         # By block, and by the token in it.
@@ -74,8 +81,8 @@ class Engine(RuleBasedStateMachine):
 
     def _attended(self, name: str, tokens: int) -> None:
         """What the token behind these attends to is there."""
-        for number, group in enumerate(self.groups):
-            for position in range(group.first(tokens), tokens):
+        for number, kind in enumerate(self.kinds):
+            for position in attended(kind, tokens):
                 right = self._token(self.requests[name], number, position)
                 assert self._there(name, number, position) == right, "it is computed with the KV of these tokens"
 
@@ -97,8 +104,8 @@ class Engine(RuleBasedStateMachine):
 
     def _give_up(self, name: str, tokens: int) -> None:
         """Free the blocks that no token behind these attends to."""
-        for group, table in zip(self.groups, self.tables[name], strict=True):
-            for index in range(min(len(table), group.first(tokens) // group.block_tokens)):
+        for kind, group, table in zip(self.kinds, self.groups, self.tables[name], strict=True):
+            for index in range(min(len(table), attended(kind, tokens).start // group.block_tokens)):
                 if table[index] != NULL:
                     self.free.insert(0, table[index])
                     table[index] = NULL
@@ -137,8 +144,9 @@ class Engine(RuleBasedStateMachine):
         tokens = self.planner.loadable(name, local, hit)
         assert tokens % self.unit == 0 and local + tokens < request.num_tokens
         self.tables[name] = [
-            [NULL] * (group.first(local + tokens) // group.block_tokens) for group in self.groups
-        ]  # fmt: skip
+            [NULL] * (attended(kind, local + tokens).start // group.block_tokens)
+            for kind, group in zip(self.kinds, self.groups, strict=True)
+        ]
         self._grow(name, local + tokens)
         self._own_cache(name, local)
         if tokens:
@@ -169,8 +177,10 @@ class Engine(RuleBasedStateMachine):
         request = self.requests[name]
         left = request.num_tokens - self.computed[name]
         if left == 0:
-            request.append(1000 + request.num_tokens)
+            request.tokens.append(1000 + request.num_tokens)
             left = 1
+        if data.draw(st.booleans()):  # the engine may know the hash of a block a step late
+            request.rehash()
         count = data.draw(st.integers(1, left))
         self._give_up(name, self.computed[name])
         if not self._fits(name, self.computed[name] + count):
@@ -299,7 +309,8 @@ def test_the_longest_prefix_is_found(
     window: int, span: int, blocks: int, local: int, more: int, held: list[bool], cut: list[int], unit: int
 ) -> None:
     """Beside every prefix tried in turn. cut: how much of each chunk that is not whole is held in pieces."""
-    group = Group.of(BLOCK, most=blocks * unit, hash_tokens=BLOCK, window=window, span=0 if window else span)
+    kind = {"window": window, "span": 0 if window else span}
+    group = Group.of(BLOCK, most=blocks * unit, hash_tokens=BLOCK, **kind)
     size = group.chunk_tokens
 
     def ends(chunk: int) -> int:
@@ -312,7 +323,7 @@ def test_the_longest_prefix_is_found(
 
     fine = [
         end for end in range(local * unit, (local + more) * unit + 1, unit)
-        if all(there(position, end) for position in range(group.first(end), end))
+        if all(there(position, end) for position in attended(kind, end))
     ]  # fmt: skip
     found = reach(group, local * unit, (local + more) * unit, held, ends, unit=unit)
     # What full attention has is rounded down by the other groups, or is a multiple: then its chunks are, too.
@@ -339,7 +350,7 @@ def test_a_prompt_is_found_whole_however_it_was_computed(
     for begin, end in pairwise(ends):
         step = one.step([Scheduled("a", table if not begin else (), not begin, begin, end)])
         for save in step.saves:
-            begins = groups[save.chunks.group].first(begin)
+            begins = attended(kinds[save.chunks.group], begin).start
             assert save.first_block >= begins // groups[save.chunks.group].block_tokens, "the engine still has these"
             stored |= {(save.chunks.group, digest) for digest in save.chunks.digests}
             stored |= {(save.chunks.group, piece.digest) for piece in save.chunks.pieces}
