@@ -12,14 +12,16 @@ import pytest
 import torch
 from vllm_fakes import BLOCK, SlidingWindowSpec, kv_cache_config, layer_spec, vllm_config
 
-from kvloom import ConfigError, EngineConfig, MemoryFormat
+from kvloom import ChunkKey, ConfigError, EngineConfig, MemoryFormat
 from kvloom_connector_vllm import weights
 from kvloom_connector_vllm.configured import Settings, has_shared_tier
-from kvloom_connector_vllm.identity import Adapters, identify
+from kvloom_connector_vllm.identity import Adapters, identify, identify_groups
 from kvloom_connector_vllm.names import Names, owner_of
 from kvloom_connector_vllm.paged.views import order_of, pages_of
 from kvloom_connector_vllm.plan import Chunks, Owner
 from kvloom_connector_vllm.weights import file_digest, folder_digest
+
+MEMORY = {"type": "memory", "capacity": "1MiB"}
 
 
 @pytest.fixture
@@ -182,6 +184,61 @@ def test_images_that_are_numbered_are_refused(model: Path) -> None:
         namespace(config)
 
 
+def nothing(layer: Any) -> dict[str, str | int | bool]:
+    return {}
+
+
+def windowed(window: int = 20, **changes: Any) -> SlidingWindowSpec:
+    return SlidingWindowSpec(**vars(layer_spec(sliding_window=window, **changes)))
+
+
+def grouped(*specs: Any) -> Any:
+    """Each group has two layers of its own."""
+    whole = kv_cache_config()
+    names = iter(range(100))
+    whole.kv_cache_groups = [
+        SimpleNamespace(
+            layer_names=[f"layers.{next(names)}" for _ in range(2)], kv_cache_spec=spec, is_eagle_group=False
+        )
+        for spec in specs
+    ]  # fmt: skip
+    return whole
+
+
+def test_each_group_of_layers_has_names_of_its_own(model: Path) -> None:
+    config = vllm_config(str(model))
+    chunks = Chunks(Owner(), 1, (bytes(32),))
+
+    def names(*specs: Any) -> list[ChunkKey]:
+        found = identify_groups(config, grouped(*specs), rank=0, about=nothing)
+        return [
+            Names(one.spec, one.geometry, MemoryFormat.KV_PAGES, chunk_tokens=8, group=number).segments(chunks)[0].key
+            for number, one in enumerate(found)
+        ]  # fmt: skip
+
+    first = names(layer_spec(), windowed(), windowed())
+    assert len({key.namespace for key in first}) == len({key.digest for key in first}) == 3
+    assert first[0].digest == bytes(32), "the engine's own, as in a model with one group"
+    assert not set(first[1:]) & set(names(layer_spec(), windowed(16), windowed(16)))
+    assert names(windowed())[0].namespace != names(layer_spec(sliding_window=20))[0].namespace
+
+
+def test_full_attention_comes_first_and_blocks_are_found_by_the_number_of_their_group(model: Path) -> None:
+    whole = grouped(windowed(), layer_spec(block_size=2 * BLOCK), windowed(6))
+    found = identify_groups(vllm_config(str(model)), whole, rank=0, about=nothing)
+    assert [(one.group, one.window, one.layer_names) for one in found] == [
+        (1, 0, ("layers.2", "layers.3")), (0, 20, ("layers.0", "layers.1")), (2, 6, ("layers.4", "layers.5")),
+    ]  # fmt: skip
+    assert {one.hash_tokens for one in found} == {BLOCK}
+    read = Settings.read({"config": {"chunk_tokens": 8 * BLOCK, "tiers": [MEMORY]}}, ranks=1)
+    assert [(group.chunk_tokens, group.window) for group in read.groups(found)] == [(32, 0), (16, 20), (4, 6)]
+    at_once = Settings.read({"config": {"tiers": [MEMORY]}, "async_load": False}, ranks=1)
+    with pytest.raises(ConfigError, match=r"async_load: .*windows"):
+        at_once.groups(found)
+    with pytest.raises(ConfigError, match="write 16"):
+        Settings.read({"config": {"chunk_tokens": 5 * BLOCK, "tiers": [MEMORY]}}, ranks=1).groups(found)
+
+
 @pytest.mark.parametrize(("change", "said"), [
     ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2"),
     ({"decode_context_parallel_size": 2}, "decode_context_parallel_size 2"),
@@ -194,12 +251,14 @@ def test_parallelism_that_is_not_done_is_refused(model: Path, change: dict[str, 
 
 def test_models_that_are_not_done_are_refused(model: Path) -> None:
     config = vllm_config(str(model))
-    two = kv_cache_config()
-    two.kv_cache_groups = two.kv_cache_groups * 2
-    with pytest.raises(ValueError, match="2 groups of KV cache"):
-        namespace(config, two)
-    with pytest.raises(ValueError, match="SlidingWindowSpec"):
-        namespace(config, kv_cache_config(spec=SlidingWindowSpec(**vars(layer_spec()))))
+    for name in ("MambaSpec", "RSWASpec", "SlidingWindowMLASpec", "SinkFullAttentionSpec"):
+        derived = type(name, (type(layer_spec()),), {})
+        with pytest.raises(ValueError, match=f"{name}.*OffloadingConnector"):
+            identify_groups(config, grouped(layer_spec(), derived(**vars(layer_spec()))), rank=0, about=nothing)
+    with pytest.raises(ValueError, match="one dtype"):
+        identify_groups(config, grouped(layer_spec(), windowed(dtype=torch.bfloat16)), rank=0, about=nothing)
+    with pytest.raises(ValueError, match="not causal"):
+        namespace(config, kv_cache_config(spec=layer_spec(non_causal=True)))
     quantised = kv_cache_config(spec=layer_spec(kv_quant_mode=SimpleNamespace(name="INT8_PER_TOKEN_HEAD")))
     with pytest.raises(ValueError, match="INT8_PER_TOKEN_HEAD"):
         namespace(config, quantised)

@@ -54,7 +54,7 @@ class FullAttentionSpec(SimpleNamespace):
 
 
 class SlidingWindowSpec(SimpleNamespace):
-    """One that kvloom does not keep."""
+    """The same."""
 
 
 def layer_spec(**changes: Any) -> FullAttentionSpec:

@@ -80,12 +80,16 @@ def test_a_request_whose_kv_does_not_come_begins_anew(engine: Run, tmp_path: Pat
     assert usage == 0
 
 
-def test_requests_that_come_and_go_while_blocks_are_few(engine: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model", "blocks"), [("hybrid", 24), ("windowed", 14)])
+def test_requests_that_come_and_go_while_blocks_are_few(
+    request: pytest.FixtureRequest, tmp_path: Path, model: str, blocks: int
+) -> None:
     """Preempted, aborted and cut off from a slow store: no wrong token, and no block is lost."""
+    engine = request.getfixturevalue(model)
     many = [tokens(1, 400) + tokens(10 + number, 60) for number in range(6)]
     asked = generate(many, max_tokens=200, together=True)
     (expected,) = engine(asked, connector=False)
-    little = {"num_gpu_blocks_override": 24, "max_model_len": 768, "max_num_batched_tokens": 256}
+    little = {"num_gpu_blocks_override": blocks, "max_model_len": 768, "max_num_batched_tokens": 256}
     slow = [memory("8MiB"), faulty(tmp_path, {"put": {"delay": 0.05}, "get": {"delay": 0.05}})]
     config = {"save_decode_cache": True, "chunk_tokens": 2 * BLOCK}
     first, _, _, aborted, second, usage, metrics = engine(
@@ -97,6 +101,26 @@ def test_requests_that_come_and_go_while_blocks_are_few(engine: Run, tmp_path: P
         assert {one["reason"] for one in found} == {"length"}
     assert metrics["vllm:num_preemptions"] > 0 and metrics["vllm:external_prefix_cache_hits"] > 0, "or it tests nothing"
     assert aborted["left"] == 0 and usage == 0
+
+
+def test_ranks_keep_their_parts_and_agree(hybrid: Run, tmp_path: Path) -> None:
+    prompts = [tokens(1, 900), tokens(2, 300)]
+    ranks: dict[str, Any] = {
+        "tensor_parallel_size": 2, "distributed_executor_backend": "mp", "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+    }  # fmt: skip
+    _, control, _ = hybrid(generate(prompts), generate(prompts), {"settle": {}}, **ranks)
+    blobs = [path for path in (tmp_path / "kv").rglob("[0-9]*-*") if path.is_file()]
+    fingerprints = sorted({path.parts[-4] for path in blobs})
+    assert len(fingerprints) == 4, "one of each group and rank"
+    for path in blobs:
+        if path.parts[-4] == fingerprints[0] and path.name.startswith("1-"):
+            data = bytearray(path.read_bytes())
+            data[-len(data) // 2] ^= 0x10
+            path.write_bytes(data)
+    found, again = hybrid(generate(prompts), generate(prompts), **ranks)
+    assert [one["tokens"] for one in found] == [one["tokens"] for one in control]
+    assert [one["cached"] for one in again] == [896, 256]
+    same(again, control)
 
 
 def test_what_a_window_rules_out_is_refused_at_start_up(windowed: Run) -> None:

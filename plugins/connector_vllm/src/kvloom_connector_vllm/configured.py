@@ -70,16 +70,16 @@ class Settings:
         setting that goes with full attention only."""
         blocks = lcm(*(one.geometry.block_tokens for one in identities))
         self._whole(blocks)
-        unit = lcm(blocks, *(one.hash_tokens for one in identities))
         if self.by_request(identities) and not self.async_load:
             text = "with windows, or several groups of KV cache, a request has to wait for its KV; remove it"
             raise ConfigError("kv_connector_extra_config.async_load", text)
         return tuple(
             Group.of(
-                one.geometry.block_tokens, most=self.engine.chunk_tokens, unit=unit, window=one.window, span=one.span
+                one.geometry.block_tokens, most=self.engine.chunk_tokens, hash_tokens=one.hash_tokens,
+                window=one.window, span=one.span,
             )
             for one in identities
-        )
+        )  # fmt: skip
 
     @staticmethod
     def by_request(identities: Sequence[Identity]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import lcm
 from typing import NamedTuple, Protocol
 
 from .tail import Piece
@@ -50,12 +51,11 @@ class Group:
         return tokens - tokens % self.span if self.span else 0
 
     @classmethod
-    def of(cls, block_tokens: int, *, most: int, unit: int, window: int = 0, span: int = 0) -> Group:
+    def of(cls, block_tokens: int, *, most: int, hash_tokens: int, window: int = 0, span: int = 0) -> Group:
         """A group with chunks of `most` tokens at most: so short that the engine still has all of a chunk when its last
-        token is computed.
-
-        unit: chunks are multiples of it, and divide `most`.
+        token is computed. They are whole blocks and hashes, and divide `most`.
         """
+        unit = lcm(block_tokens, hash_tokens)
         fits = (size for size in range(most, 0, -unit) if most % size == 0)
         if window:
             chunk = next((size for size in fits if size <= window), unit)

@@ -41,11 +41,11 @@ def _last(group: Group, local: int, most: int, held: Sequence[object], ends: End
         if part and behind + part > needed and not whole(chunk):
             end = ends(chunk) if behind <= needed or whole(chunk - 1) else behind
             if end < tokens:
-                tokens = max(end, behind)
+                tokens = max(end, behind) // unit * unit
                 continue
         while behind > needed and whole(behind // size - 1):
             behind -= size
         if behind <= needed:
             return tokens
-        tokens = behind - unit  # where this chunk is attended to, only its pieces may help
+        tokens = (behind - 1) // unit * unit  # where this chunk is attended to, only its pieces may help
     return local
