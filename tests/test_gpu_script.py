@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -30,6 +32,15 @@ def test_it_names_the_parts_that_there_are() -> None:
     done = run(sys.executable, "nonsense")
     assert done.returncode == 2
     assert done.stdout == "no part nonsense: build, test, memcheck, racecheck, codec, paged\n"
+
+
+@pytest.mark.parametrize("bench", ["codec_gpu", "paged_gpu"])
+def test_its_benches_need_no_rich(bench: str) -> None:
+    """With CUDA absent they say so, and name what there is instead."""
+    code = f"import sys; sys.modules['rich'] = None; sys.path.insert(0, 'bench'); import {bench}; {bench}.main()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and "no kernels to measure: " in last, done.stderr
 
 
 def test_its_tests_are_there() -> None:
