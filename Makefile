@@ -26,7 +26,7 @@ INSTALL := -m pip install --quiet --constraint constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup docs demo test test-full test-gpu test-vllm test-engines test-servers fuzz simulate soak lint bench bench-codec bench-gpu bench-vllm bench-lmcache bench-lmcache-remote contracts check-matrix dist check-wheels check-licences licences clean
+.PHONY: help setup docs demo test test-full test-gpu test-vllm test-engines test-servers fuzz simulate soak lint bench bench-codec bench-gpu kernels bench-vllm bench-lmcache bench-lmcache-remote contracts check-matrix dist check-wheels check-licences licences clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -93,6 +93,9 @@ test-gpu: ## on a machine with a GPU: the kernels against what processors do, fr
 
 bench-gpu: ## on a machine with a GPU: what the kernels make of its memory and bus, into bench/results/<gpu>*.md (PART=codec|paged)
 	sh scripts/test_gpu.sh "$(GPU_PYTHON)" build $(or $(PART),codec paged)
+
+kernels: ## registers, spills and occupancy of the CUDA kernels, into bench/results/kernels.md; needs nvcc and no GPU
+	@python3 scripts/kernels.py
 
 bench-codec: $(READY) ## the codec's speed and sizes, beside copying and zstd, into bench/results/codec.json
 	$(BIN)/python bench/codec.py

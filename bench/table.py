@@ -12,8 +12,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from kvloom import KVSpec
 
@@ -50,6 +48,8 @@ class Rows:
     def __init__(self, name: str) -> None:
         self.name = name
         self._rows: list[dict[str, object]] = []
+        from rich.console import Console  # not on machines where only the kernels are measured
+
         self._console = Console()
 
     def add(self, what: str, value: str, limit: str = "", ratio: float | None = None, **raw: object) -> None:
@@ -80,6 +80,8 @@ class Rows:
         self.add(what, f"{seconds * 1e6:.2f}")
 
     def finish(self) -> None:
+        from rich.table import Table
+
         table = Table(title=self.name)
         names = ["what", "measured", "limit", "of the limit"]
         for name in names:

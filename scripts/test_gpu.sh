@@ -15,7 +15,7 @@ python=${1:-python3}
 "$python" - <<'NEEDS'
 import importlib.util, sys
 
-needed = ("torch", "numpy", "pydantic", "pluggy", "yaml", "xxhash", "safetensors", "pytest", "hypothesis", "rich")
+needed = ("torch", "numpy", "pydantic", "pluggy", "yaml", "xxhash", "safetensors", "pytest", "hypothesis")
 missing = [name for name in needed if importlib.util.find_spec(name) is None]
 if missing:
     sys.exit(f"{sys.executable} has no {', '.join(missing)}: install them, or unpack their wheels into a folder and name it in PYTHONPATH")

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -29,6 +34,15 @@ def test_it_names_the_parts_that_there_are() -> None:
     assert done.stdout == "no part nonsense: build, test, memcheck, racecheck, codec, paged\n"
 
 
+@pytest.mark.parametrize("bench", ["codec_gpu", "paged_gpu"])
+def test_its_benches_need_no_rich(bench: str) -> None:
+    """With CUDA absent they say so, and name what there is instead."""
+    code = f"import sys; sys.modules['rich'] = None; sys.path.insert(0, 'bench'); import {bench}; {bench}.main()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and "no kernels to measure: " in last, done.stderr
+
+
 def test_its_tests_are_there() -> None:
     named = [word.strip('"') for word in (ROOT / "scripts/test_gpu.sh").read_text().split() if "/tests/" in word]
     folders = {"$codec": "plugins/serde_cachegen", "$pages": "plugins/connector_vllm", "$blend": "plugins/blend"}
@@ -36,3 +50,41 @@ def test_its_tests_are_there() -> None:
     for short, folder in folders.items():
         paths = [path.replace(short, folder) for path in paths]
     assert len(paths) >= 8 and [path for path in paths if not (ROOT / path).is_file()] == []
+
+
+def kernels() -> Any:
+    """scripts/kernels.py, as a module."""
+    spec = importlib.util.spec_from_file_location("kernels", ROOT / "scripts/kernels.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_of_kernels_has_all_of_them_and_only_one_spills() -> None:
+    folders = [ROOT / f"plugins/{name}/csrc" for name in ("serde_cachegen", "connector_vllm", "blend")]
+    texts = [path.read_text() for folder in folders for path in folder.iterdir() if path.suffix in (".cu", ".h")]
+    kernel = re.compile(r"^KV\w_KERNEL (?:KVZ_BOUNDS\(.*?\) )?(\w+)\(", re.MULTILINE)
+    names = {name for text in texts for name in kernel.findall(text)}
+    rows = [line.split(" | ") for line in kernels().TABLE.read_text().splitlines() if line.startswith("| `")]
+    assert names == set(kernels().LAUNCHES) == {row[0].strip("| `").split("<")[0] for row in rows}
+    for name, _, spilled, *_ in rows:
+        assert int(spilled) < (400 if "encode_tiles" in name else 1), name
+
+
+def test_what_ptxas_says_is_read() -> None:
+    said = """Compiling entry function 'void kvz::cuda::decode_tiles<kvz::BF16, (kvz::Mode)1>(int)' for 'sm_90'
+    0 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
+ptxas info    : Used 48 registers, used 1 barriers, 24 bytes smem
+"""
+    assert kernels().kernels_of(said) == [("decode_tiles<BF16, 1>", 48, 12, 24)]
+    assert kernels().occupancy(48, 512, 90368) == (32, "registers, shared memory")
+    assert kernels().occupancy(32, 256, 0) == (64, "registers, warps")
+
+
+def test_without_nvcc_no_table_is_made() -> None:
+    before = kernels().TABLE.read_bytes()
+    command = [sys.executable, "scripts/kernels.py"]
+    done = subprocess.run(command, cwd=ROOT, env={"PATH": ""}, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "kernels: left out, because there is no nvcc\n", done.stderr
+    assert kernels().TABLE.read_bytes() == before
