@@ -65,12 +65,13 @@ class Planner:
         """
         self.groups = tuple(groups)
         self.chunk_tokens = max(group.chunk_tokens for group in groups)
-        blocks = lcm(*(group.block_tokens for group in groups))
         self.pieces = tuple(
-            Pieces(chunk_tokens=group.chunk_tokens, block_tokens=blocks, hash_tokens=hash_tokens, keep=tails)
+            Pieces(
+                chunk_tokens=group.chunk_tokens, block_tokens=group.block_tokens, hash_tokens=hash_tokens, keep=tails
+            )
             for group in groups
         )
-        self._unit = lcm(blocks, hash_tokens)
+        self._unit = lcm(hash_tokens, *(group.block_tokens for group in groups))
         """Prefixes that are loaded are multiples of it."""
         self._save_anything = save
         self._hash_tokens = hash_tokens

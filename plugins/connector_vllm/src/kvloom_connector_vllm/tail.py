@@ -32,8 +32,7 @@ class Pieces:
     """Cuts chunks into pieces. Keeps no state, so that any thread may use it."""
 
     def __init__(self, *, chunk_tokens: int, block_tokens: int, hash_tokens: int, keep: bool = True) -> None:
-        """block_tokens: of the engine's blocks, or a multiple that several tables have in common. hash_tokens: tokens
-        per block hash. keep: False for an engine that keeps no tails, and has no pieces."""
+        """hash_tokens: tokens per block hash. keep: False for an engine that keeps no tails, and has no pieces."""
         self._chunk = chunk_tokens
         self._hash = hash_tokens
         self.unit = lcm(block_tokens, hash_tokens) if keep else chunk_tokens
