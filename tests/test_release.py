@@ -120,7 +120,9 @@ def test_package_says_what_it_is(package: Path) -> None:
     assert not [one for one in data["classifiers"] if one.startswith("License ::")], "`license` says it"
     native = (package / "csrc").exists()
     assert ("Programming Language :: C++" in data["classifiers"]) == native
-    assert native or (package / "MANIFEST.in").read_text(encoding="utf-8") == "prune tests\n"
+    folders = [name for name in ("tests", "tests_vllm") if (package / name).exists()]
+    pruned = "".join(f"prune {name}\n" for name in folders)
+    assert native or (package / "MANIFEST.in").read_text(encoding="utf-8") == pruned
 
 
 # -- licences ----------------------------------------------------------------------------------------------------------

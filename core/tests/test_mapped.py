@@ -215,7 +215,7 @@ def test_by_layers_the_prefix_ends_before_a_chunk_that_changed(open_engine: Open
     with open_engine(WINDOW, spec=DEEP) as engine:
         engine.store(DEEP_TOKENS, kv=kv)
     engine = open_engine(WINDOW, spec=DEEP)
-    changed_while_moved(engine, str(engine.segments(DEEP_TOKENS)[2].key), "write_layer")
+    changed_while_moved(engine, str(engine.segments(DEEP_TOKENS)[2].key), "write")
     got, masks = by_layers(engine, DEEP_TOKENS, kv)
     assert chunks_in(masks)[-1] == 2
     assert torch.equal(got[:, :, : 2 * CHUNK], kv[:, :, : 2 * CHUNK])

@@ -198,5 +198,5 @@ def test_names_that_can_be_no_blobs_end_no_listing(monkeypatch: pytest.MonkeyPat
     assert isinstance(message, paramiko.Message) and names[:2] == ["a=kv", "\ufffd"]
     it = backend(monkeypatch, {f"/kv/{name}": FILE for name in names})
     assert [entry.key for entry in it.scan()] == ["a"]
-    server = it._store()._connect().sftp
+    server = it._store()._connections._connect().sftp
     assert [entry.name for entry in sftp_store._entries(server, "/kv")] == names[:2]

@@ -100,7 +100,7 @@ def test_the_socket_of_a_dead_engine(short_path: Path) -> None:
     (short_path / "file").touch()
     for place, words in (
         (path, "its engine has ended"),
-        (short_path / "file", "no socket"),
+        (short_path / "file", "not a socket"),
         (short_path / "x", "no engine is"),
     ):
         for verb in (["top", "--once"], ["serve", "--port", "0"]):
