@@ -47,7 +47,7 @@ class ChunkKey(NamedTuple):
     depth: int
     """Number of chunks before this one in its chain, or another number that grows along it."""
     digest: bytes
-    """32 bytes of SHA-256."""
+    """32 bytes of SHA-256 that cover the namespace, too: tiers tell chunks apart by their digests alone."""
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.depth}-{self.digest.hex()}"

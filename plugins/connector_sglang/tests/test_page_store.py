@@ -111,7 +111,8 @@ def test_a_damaged_page_is_a_miss(tmp_path: Path) -> None:
     store, here, keys = opened(on_disk(tmp_path)), pool(4), page_keys(2)
     assert store.set(keys, pool=here, rows=rows(0, 1)) == [True, True]
     store.close()
-    (blob,) = tmp_path.rglob(f"0-{keys[0]}")
+    (digest,) = [segment.key.digest.hex() for segment in store._segments(keys[:1])]
+    (blob,) = tmp_path.rglob(f"0-{digest}")
     data = bytearray(blob.read_bytes())
     data[-1] ^= 1
     blob.write_bytes(data)
@@ -275,4 +276,4 @@ def test_the_example_is_a_configuration(monkeypatch: pytest.MonkeyPatch, tmp_pat
     store = opened(Path(__file__).parents[1] / "examples/sglang.yaml")
     assert store.set(page_keys(1), pool=pool(11), rows=rows(0)) == [True]
     store.close()
-    assert list(tmp_path.rglob(f"0-{page_keys(1)[0]}"))
+    assert len(list(tmp_path.rglob("0-*"))) == 1

@@ -9,6 +9,7 @@ import pytest
 from kvloom import ChunkKey
 from kvloom_connector_vllm import announcing
 from kvloom_connector_vllm.announcing import Announcer
+from kvloom_connector_vllm.names import hash_of
 from kvloom_connector_vllm.plan import Chunks
 
 
@@ -22,7 +23,7 @@ def test_the_oldest_chunks_are_forgotten(monkeypatch: pytest.MonkeyPatch, bound:
     keys = [ChunkKey("f/-", number, bytes([number]) * 32) for number in range(4)]
     for _ in range(2):
         for number, key in enumerate(keys):
-            announcer.learn(request, Chunks(None, number, (key.digest,)))  # type: ignore[arg-type]
+            announcer.learn(request, Chunks(None, number, (hash_of(key),)))  # type: ignore[arg-type]
         announcer.left(keys, "CPU")
         told = [one.blocks for one in announcer.take() if one.blocks is not None]
         assert [list(blocks.tokens) for blocks in told] == [[8, 9, 10, 11], [12, 13, 14, 15]]

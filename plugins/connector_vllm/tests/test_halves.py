@@ -130,6 +130,21 @@ def test_part_of_a_rank_in_memory_and_part_on_disk_will_do(pretended: Any, tmp_p
     assert one.serve(request, range(8, 16)) == 24
 
 
+def test_models_that_share_a_directory_each_store_their_own(pretended: Any, tmp_path: Path) -> None:
+    """vLLM's hashes of a prompt are the same for every model and rank, and a tier finds a chunk by its digest."""
+    tier = disk(tmp_path) | {"capacity": "1GiB"}
+    for weights in (b"weights", b"others"):
+        (tmp_path / "model/model.safetensors").write_bytes(weights)
+        for ranks in (1, 2):
+            one = pretended(tiers=[tier], ranks=ranks)
+            assert one.serve(FakeRequest("a", PROMPT[:]), range(8)) == 0
+            again = pretended(tiers=[tier], ranks=ranks)
+            assert again.serve(FakeRequest("b", PROMPT[:]), range(8)) == 24
+            assert again.scheduler.counts["failed"] == 0
+    stored = [path for path in (tmp_path / "kv").rglob("[0-9]*-*") if path.is_file()]
+    assert again.engines[0].health().tiers[0].blobs == len(stored) == 18, "its capacity is for all of them"
+
+
 def test_salts_do_not_meet(pretended: Any, tmp_path: Path) -> None:
     one = pretended(tiers=[MEMORY, disk(tmp_path)])
     one.serve(FakeRequest("a", PROMPT[:], cache_salt="x"), range(8))

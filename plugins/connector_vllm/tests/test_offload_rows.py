@@ -96,7 +96,7 @@ def test_what_was_stored_is_found_and_loaded_into_other_rows(host: Host, tmp_pat
 def test_a_part_that_is_damaged_is_said_and_not_asked_for_again(host: Host, tmp_path: Path) -> None:
     stored(host, 3)
     host.store.close()
-    digest = hashlib.sha256(KEYS[1]).digest().hex()
+    digest = host.store._tiers._segments(KEYS[1:2])[0].key.digest.hex()
     (blob,) = [path for path in (tmp_path / "kv").rglob("[0-9]*-*") if path.name.endswith(digest)]
     data = bytearray(blob.read_bytes())
     data[-20] ^= 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
 import threading
 import time
 from collections import Counter
@@ -20,7 +19,6 @@ from .settings import Geometry
 
 logger = logging.getLogger("kvloom.connector_sglang")
 
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _T = TypeVar("_T")
 
 
@@ -126,11 +124,13 @@ class PageStore:
         self._forgiving("close", self._engine.close, None)
 
     def _segments(self, keys: Sequence[str]) -> list[Segment]:
-        # SGLang's hash covers all that comes before a page, but does not say how much: each page is by itself.
+        # SGLang's hash covers all that comes before a page, but does not say how much: each page is by itself. It is
+        # the same for all models and ranks, and a tier tells chunks apart by their digests.
         step = self._page_tokens
+        digests = (hashlib.sha256(f"{self._namespace}/{key}".encode()).digest() for key in keys)
         return [
-            Segment(number * step, (number + 1) * step, ChunkKey(self._namespace, 0, _digest(key)))
-            for number, key in enumerate(keys)
+            Segment(number * step, (number + 1) * step, ChunkKey(self._namespace, 0, digest))
+            for number, digest in enumerate(digests)
         ]
 
     def _moved(self, verb: str, log: list[Moved], there: Sequence[bool], began: float) -> None:
@@ -170,10 +170,6 @@ def _completed(config: EngineConfig, geometry: Geometry) -> EngineConfig:
     block = config.connector.model_copy(update={"type": "sglang"})
     block.model_extra["geometry"] = geometry.model_dump()  # type: ignore[index]
     return config.model_copy(update={"connector": block, "chunk_tokens": geometry.page_tokens})
-
-
-def _digest(key: str) -> bytes:
-    return bytes.fromhex(key) if _DIGEST.fullmatch(key) else hashlib.sha256(f"sglang/{key}".encode()).digest()
 
 
 def _leading(found: torch.Tensor) -> int:

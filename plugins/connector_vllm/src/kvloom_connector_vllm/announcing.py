@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from kvloom import ChunkKey
 
+from .names import hash_of
 from .plan import Chunks
 
 _MOST_CHUNKS = 1 << 17
@@ -64,13 +65,13 @@ class Announcer:
             self._tokens -= len(self._known.pop(next(iter(self._known))).tokens)
 
     def came(self, keys: Iterable[ChunkKey], medium: str) -> None:
-        self._note("stored", [key.digest for key in keys], medium)
+        self._note("stored", map(hash_of, keys), medium)
 
     def stored(self, chunks: Chunks, medium: str) -> None:
         self._note("stored", chunks.digests, medium)
 
     def left(self, keys: Iterable[ChunkKey], medium: str) -> None:
-        self._note("removed", [key.digest for key in keys], medium)
+        self._note("removed", map(hash_of, keys), medium)
 
     def cleared(self) -> None:
         self._pending.append(Announcement("cleared", ""))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from functools import lru_cache
 
 from kvloom import ChunkKey, KVSpec, MemoryFormat, Segment, fingerprint, salt_tag
 
@@ -16,20 +17,11 @@ def owner_of(adapter: str, salt: str) -> Owner:
     return Owner(adapter, salt_tag(salt))
 
 
-DOMAIN = b"kvloom/1/group\0"
-"""Begins what the digest of a chunk is made of, in every group but the first."""
-
-
 class Names:
     """Names of one rank's chunks of one group of layers: each holds another part of the KV, under a fingerprint of its
     own."""
 
-    def __init__(
-        self, spec: KVSpec, geometry: Geometry, format: MemoryFormat, *, chunk_tokens: int, group: int = 0
-    ) -> None:
-        """group: number of the group. Those of the first have the engine's hashes as digests; others, digests of their
-        own, because a tier finds a chunk by its digest."""
-        self._own = group > 0
+    def __init__(self, spec: KVSpec, geometry: Geometry, format: MemoryFormat, *, chunk_tokens: int) -> None:
         self._spec = spec
         self._about = (format, geometry.representation)
         self._chunk_tokens = chunk_tokens
@@ -38,17 +30,15 @@ class Names:
     def segments(self, chunks: Chunks) -> list[Segment]:
         """The chunks and pieces with their places in the sequence and their keys."""
         namespace, step = self.namespace(chunks.owner), self._chunk_tokens
+        mask = _mask(namespace)
         whole = [
-            Segment(number * step, (number + 1) * step, ChunkKey(namespace, number, digest))
+            Segment(number * step, (number + 1) * step, ChunkKey(namespace, number, _masked(digest, mask)))
             for number, digest in enumerate(chunks.digests, chunks.first)
         ]
-        whole += [
-            Segment(start, end, ChunkKey(namespace, depth, digest)) for start, end, depth, digest in chunks.pieces
+        return whole + [
+            Segment(start, end, ChunkKey(namespace, depth, _masked(digest, mask)))
+            for start, end, depth, digest in chunks.pieces
         ]
-        if not self._own:
-            return whole
-        begun = hashlib.sha256(DOMAIN + namespace.encode())
-        return [one._replace(key=one.key._replace(digest=_digest(begun, one.key.digest))) for one in whole]
 
     def namespace(self, owner: Owner) -> str:
         """`<fingerprint>/<salt tag>`."""
@@ -64,8 +54,19 @@ class Names:
         return known
 
 
-def _digest(begun: hashlib._Hash, more: bytes) -> bytes:
-    """Of what has been begun, and more."""
-    whole = begun.copy()
-    whole.update(more)
-    return whole.digest()
+def hash_of(key: ChunkKey) -> bytes:
+    """The engine's hash that a key was made of."""
+    return _masked(key.digest, _mask(key.namespace))
+
+
+def _masked(digest: bytes, mask: int) -> bytes:
+    """A digest that differs by namespace; masked again, it is the engine's hash.
+
+    The hash is the same for all models, ranks and groups, and a tier tells chunks apart by their digests alone.
+    """
+    return (int.from_bytes(digest, "big") ^ mask).to_bytes(32, "big")
+
+
+@lru_cache(maxsize=4096)
+def _mask(namespace: str) -> int:
+    return int.from_bytes(hashlib.sha256(namespace.encode()).digest(), "big")

@@ -135,8 +135,8 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """By group."""
         format = self._settings.connector.format
         return [
-            Names(one.of_rank(rank), one.geometry, format, chunk_tokens=group.chunk_tokens, group=number)
-            for number, (one, group) in enumerate(zip(self._identities, self._groups, strict=True))
+            Names(one.of_rank(rank), one.geometry, format, chunk_tokens=group.chunk_tokens)
+            for one, group in zip(self._identities, self._groups, strict=True)
         ]
 
     # -- the scheduler's half ------------------------------------------------------------------------------------------

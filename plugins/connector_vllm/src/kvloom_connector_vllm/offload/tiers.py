@@ -116,8 +116,10 @@ class Tiers:
         self._forgiving("close", self._engine.close, None)
 
     def _segments(self, keys: Sequence[bytes]) -> list[Segment]:
-        # vLLM's hash covers all that comes before, but does not say how much: each piece is by itself.
-        digests = (hashlib.sha256(key).digest() for key in keys)
+        # vLLM's hash covers all that comes before, but does not say how much: each piece is by itself. It is the same
+        # for all models, and a tier tells chunks apart by their digests.
+        begun = hashlib.sha256(f"{self._namespace}/".encode())
+        digests = (_digest(begun, key) for key in keys)
         return [Segment(at, at + 1, ChunkKey(self._namespace, 0, digest)) for at, digest in enumerate(digests)]
 
     def _forgiving(self, verb: str, work: Callable[[], _T], otherwise: _T) -> _T:
@@ -129,6 +131,12 @@ class Tiers:
             self._warned.add(text)
             log.log(logging.DEBUG if known else logging.WARNING, "%s", text)
             return otherwise
+
+
+def _digest(begun: hashlib._Hash, key: bytes) -> bytes:
+    whole = begun.copy()
+    whole.update(key)
+    return whole.digest()
 
 
 def _completed(config: EngineConfig, geometry: PieceGeometry) -> EngineConfig:
