@@ -60,7 +60,10 @@ def make_hybrid(folder: Path, *, tokenizer: Path, window: int = 256) -> None:
             layer_types=["sliding_attention", "full_attention"] * 2, query_pre_attn_scalar=32,
             bos_token_id=0, eos_token_id=1, pad_token_id=2, initializer_range=0.2,
         )  # fmt: skip
-        Gemma3ForCausalLM(config).save_pretrained(folder)
+        model = Gemma3ForCausalLM(config)
+        with torch.no_grad():  # they are the last layer, too: larger ones have it say its last token, whatever the KV
+            model.model.embed_tokens.weight.mul_(0.1)
+        model.save_pretrained(folder)
         (folder / "done").touch()
 
 

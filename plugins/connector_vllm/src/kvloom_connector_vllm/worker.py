@@ -29,6 +29,8 @@ FENCE_SECONDS = 1.0
 """Time that a step waits for saves that read blocks which it gives to another request; then they are cancelled."""
 
 
+LATER_SECONDS = 0.005
+"""Time after which a step's saves begin if no other step does."""
 COLLECT_SECONDS = 0.02
 """Time after which chunks that left memory by themselves are looked for. After each load and save they are, anyway."""
 
@@ -60,7 +62,9 @@ class _Transfer:
         """Once this has returned, it does not touch the engine's KV any more."""
         with self._beginning:
             self.cancelled = True
-        if self.task is not None:
+        if self.task is None:
+            self.over.set()
+        else:
             self.task.cancel()
 
 
@@ -137,9 +141,7 @@ class Worker:
         self._collect_due = 0.0
         self._loads: dict[str, list[_Transfer]] = {}
         self._saves: dict[int, _Transfer] = {}
-        self._later: list[_Transfer] = []
-        """Saves of the last step, which have not begun; and what it used, below."""
-        self._touched: Sequence[Chunks] = ()
+        self._next_step = Event()
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._failures = 0
@@ -155,7 +157,9 @@ class Worker:
 
     def fence(self, orders: Orders) -> None:
         """Wait for, or stop, reads of blocks that this step reuses, before it computes anything."""
-        self._begin_later()
+        self._end_step()
+        if orders.clear:
+            self._empty_memory()  # first: a save of before the reset may read what has been overwritten since
         until = time.monotonic() + FENCE_SECONDS
         for number in orders.step.fence:
             save = self._saves.get(number)
@@ -164,12 +168,10 @@ class Worker:
                 log.warning(
                     "a save was cancelled: its blocks are needed, and it was not done after %s s", FENCE_SECONDS
                 )
-        if orders.clear:
-            self._empty_memory()
 
     def begin(self, orders: Orders) -> None:
         """The step's orders, before it is computed. Begins the saves of requests that are over."""
-        self._begin_later()
+        self._end_step()
         self._orders = orders
         self._begin("save", self._saved(orders.step.ended, orders))
 
@@ -192,15 +194,16 @@ class Worker:
                 self._report.loaded.add(request)
 
     def save(self) -> None:
-        """The step has been computed, or queued on the device. Its saves begin with the next one.
+        """The step has been computed, or queued on the device. Its saves begin with the next, or after `LATER_SECONDS`.
 
         They take the interpreter from the thread that still has to choose this step's tokens and to say them.
         """
         assert self._orders is not None
         orders, self._orders = self._orders, None
         self._idle, self._patient = orders.idle, orders.patient
-        self._later = self._saved(orders.step.saves, orders)
-        self._touched = orders.step.touched
+        saves = self._saved(orders.step.saves, orders)
+        if saves or orders.step.touched:
+            self._calls.submit(self._begun_later, self._next_step, orders.step.touched, saves, CurrentStreams())
 
     def finished(self) -> set[str]:
         """Requests whose loads are over since the last call, whether all came or not."""
@@ -257,7 +260,7 @@ class Worker:
 
     def close(self) -> None:
         """Cancel work under way and write accepted chunks. Idempotent."""
-        self._begin_later()
+        self._end_step()
         for load in (load for loads in self._loads.values() for load in loads):
             load.cancel()
         self._calls.shutdown()
@@ -275,13 +278,17 @@ class Worker:
         self._saves |= saves
         return list(saves.values())
 
-    def _begin_later(self) -> None:
-        """Begin the saves of the step before."""
-        later, self._later = self._later, []
-        touched, self._touched = self._touched, ()
-        if touched:
-            self._calls.submit(self._touch, touched)
-        self._begin("save", later)
+    def _end_step(self) -> None:
+        """Have the saves of the step before begin."""
+        self._next_step.set()
+        self._next_step = Event()
+
+    def _begun_later(
+        self, next_step: Event, touched: Sequence[Chunks], saves: Sequence[_Transfer], streams: CurrentStreams
+    ) -> None:
+        next_step.wait(LATER_SECONDS)
+        self._touch(touched)
+        self._begun("save", saves, streams)
 
     def _begin(self, verb: Literal["load", "save"], transfers: Sequence[_Transfer]) -> None:
         """Have them begin, in the order of these calls, and not before what this thread has queued on a device."""
