@@ -258,6 +258,11 @@ class Worker:
                 found["|".join(key)] = list(delta)
         return found
 
+    def end_saves(self) -> None:
+        """Once this has returned, no save reads the engine's KV, which may be overwritten or be given back."""
+        for save in self._saves.values():
+            save.cancel()
+
     def close(self) -> None:
         """Cancel work under way and write accepted chunks. Idempotent."""
         self._end_step()
@@ -368,8 +373,7 @@ class Worker:
             log.warning("save %d failed: %s", number, error)
 
     def _empty_memory(self) -> None:
-        for save in self._saves.values():
-            save.cancel()
+        self.end_saves()
         memory = self._engine.memory
         if memory is not None:
             memory.remove(memory.chunks())

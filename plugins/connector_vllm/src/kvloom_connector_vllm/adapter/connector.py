@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -38,6 +39,8 @@ from .order import page_order
 log = init_logger("vllm.kvloom")  # others are not printed
 
 _COUNT_SECONDS = 1.0
+_WORKERS: WeakSet[Worker] = WeakSet()
+"""Those of this process."""
 
 
 class Metadata(KVConnectorMetadata):
@@ -97,6 +100,7 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler = self._open_scheduler(ranks)
         else:
             self._worker = self._open_worker()
+            _WORKERS.add(self._worker)
 
     def _open_scheduler(self, ranks: int) -> Scheduler:
         config, hash_tokens = self._config, self._identities[0].hash_tokens
@@ -207,6 +211,8 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def reset_cache(self) -> bool:
         assert self._scheduler is not None
         self._scheduler.clear()
+        for worker in _WORKERS:  # an engine in this process may sleep before its next step, and that overwrites its KV
+            worker.end_saves()
         return True
 
     # -- the worker's half ---------------------------------------------------------------------------------------------
