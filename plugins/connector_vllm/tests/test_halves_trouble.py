@@ -177,6 +177,16 @@ def test_a_reset_ends_saves_that_have_not_begun(pretended: Any, monkeypatch: pyt
     assert len(saved) == 1, "that of the second"
 
 
+def test_saves_can_be_ended_before_the_engine_sleeps(pretended: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvloom_connector_vllm.worker.LATER_SECONDS", 20.0)
+    one, request = pretended(tiers=[MEMORY]), FakeRequest("a", PROMPT[:])
+    one.scheduler.begin(request, NOBODY)
+    one.step([Scheduled("a", [range(8)], True, 0, 27)], lambda: one.compute(request, range(8), 0, 27))
+    one.workers[0].end_saves()
+    one.settle()
+    assert one.matched(FakeRequest("b", PROMPT[:])) == 0
+
+
 def test_the_last_step_is_kept_when_no_other_follows(
     pretended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
