@@ -47,7 +47,8 @@ assert len(kvloom.tiers.index.ledger.Ledger(SystemRuntime(), capacity=1 << 20)) 
 assert "torch" not in sys.modules
 print(f"Python {sys.version.split()[0]}: configurations, loader, keys and ledger work without torch")
 PY
-        "$venv/bin/kvloom" check backend disk --set "path={tmp}" | tail -n 1
+        "$venv/bin/kvloom" check backend disk --set "path={tmp}" >checked || { cat checked; exit 1; }
+        tail -n 1 checked
     )
     tried=$((tried + 1))
 done

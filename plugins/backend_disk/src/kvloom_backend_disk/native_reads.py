@@ -44,6 +44,8 @@ def mapped(path: str, most_bytes: int) -> MappedBlob | None:
 
 def are_current(files: Sequence[MappedBlob]) -> list[bool]:
     """Return whether each of these is still at its path as it was mapped."""
+    if not _INSTALLED:  # nothing was mapped
+        return [one.current() for one in files]
     return kvloom_native.are_current(cast("Sequence[MappedFile]", files))
 
 
