@@ -23,7 +23,7 @@ def planner(*, block_tokens: int = BLOCK, chunk_tokens: int = CHUNK, **settings:
 
 
 def reached(one: Planner, local: int, held: Sequence[bool], pieces: Collection[bytes] = ()) -> Hit:
-    """What can be had of request `r`, if these chunks are held and pieces of these digests."""
+    """The loadable tokens of request `r`, with these chunks held and pieces of these digests."""
 
     def there(group: int, number: int) -> list[Piece]:
         found = [piece for piece in one.pieces_of("r", group, number).pieces if piece.digest in pieces]

@@ -80,7 +80,7 @@ class Engine(RuleBasedStateMachine):
         return None if block == NULL else self.memory[block][position % size]
 
     def _attended(self, name: str, tokens: int) -> None:
-        """What the token behind these attends to is there."""
+        """Return whether all is there that the token behind these attends to."""
         for number, kind in enumerate(self.kinds):
             for position in attended(kind, tokens):
                 right = self._token(self.requests[name], number, position)

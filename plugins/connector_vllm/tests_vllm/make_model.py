@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,30 +48,35 @@ def _make(folder: Path, *, layers: int, hidden: int, maximum: int, dtype: str) -
 
 def make_hybrid(folder: Path, *, tokenizer: Path, window: int = 256) -> None:
     """A random Gemma 3 whose layers attend, in turn, to a window and to everything; with the tokenizer of another."""
-    from transformers import AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if (folder / "done").exists():
-            return
-        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
-        torch.manual_seed(0)
-        config = Gemma3TextConfig(
-            vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
-            num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, sliding_window=window,
-            layer_types=["sliding_attention", "full_attention"] * 2, query_pre_attn_scalar=32,
-            bos_token_id=0, eos_token_id=1, pad_token_id=2, initializer_range=0.2,
-        )  # fmt: skip
+    def made() -> Any:
+        kinds = ["sliding_attention", "full_attention"] * 2
+        config = Gemma3TextConfig(**_SHAPE, sliding_window=window, layer_types=kinds, query_pre_attn_scalar=32)
         model = Gemma3ForCausalLM(config)
         with torch.no_grad():  # they are the last layer, too: larger ones have it say its last token, whatever the KV
             model.model.embed_tokens.weight.mul_(0.1)
-        model.save_pretrained(folder)
-        (folder / "done").touch()
+        return model
+
+    _make_once(folder, tokenizer, made)
 
 
 def make_windowed(folder: Path, *, tokenizer: Path, window: int = 256) -> None:
     """A random Mistral whose layers all attend to a window; with the tokenizer of another model."""
-    from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM
+    from transformers import MistralConfig, MistralForCausalLM
+
+    _make_once(folder, tokenizer, lambda: MistralForCausalLM(MistralConfig(**_SHAPE, sliding_window=window)))
+
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1,
+    "pad_token_id": 2, "initializer_range": 0.2,
+}  # fmt: skip
+
+
+def _make_once(folder: Path, tokenizer: Path, made: Callable[[], Any]) -> None:
+    from transformers import AutoTokenizer
 
     with (folder.parent / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -77,12 +84,7 @@ def make_windowed(folder: Path, *, tokenizer: Path, window: int = 256) -> None:
             return
         AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
         torch.manual_seed(0)
-        config = MistralConfig(
-            vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
-            num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, sliding_window=window,
-            bos_token_id=0, eos_token_id=1, pad_token_id=2, initializer_range=0.2,
-        )  # fmt: skip
-        MistralForCausalLM(config).save_pretrained(folder)
+        made().save_pretrained(folder)
         (folder / "done").touch()
 
 

@@ -42,7 +42,7 @@ def test_hits_from_memory_and_from_disk_answer_as_the_engines_own_prefix_cache(e
 
 
 def test_a_shared_beginning_is_found_where_every_group_has_it(engine: Run) -> None:
-    """Of the prompts after the first, the windows that end where they part are needed, and nothing before them."""
+    """Prompts after the first need the windows that end where they part, and nothing before them."""
     stem = tokens(1, 900)
     prompts = [stem, stem[:512] + tokens(3, 100), stem[:641] + tokens(4, 30), stem[:300]]
     control, _ = engine(generate(prompts), {"settle": {}})

@@ -159,7 +159,7 @@ class Loader:
             self._give_up(started, waiting, later, context)
 
     def add_mapped(self, held: list[Loaded | None], segments: Sequence[Segment], shape: Shape) -> None:
-        """Where None is held of a segment, lease what a store has mapped, if one has mapped all of those."""
+        """Lease from a store's memory the segments that are None in `held`, if one store has mapped all of them."""
         lacking = [number for number, one in enumerate(held) if one is None]
         rest = [segments[number] for number in lacking]
         source = next((tier for tier in self.stored if tier.loads.maps(segment.key for segment in rest)), None)

@@ -159,7 +159,7 @@ class _There:
     """In pinned memory."""
     copied: torch.Tensor
     addresses: list[int]
-    """Of each array."""
+    """Length of each array."""
     bits: int
     """See `Tables.bits`."""
 

@@ -134,7 +134,7 @@ class Planner:
     def reach(
         self, request: str, local: int, held: Sequence[Sequence[object]], pieces: Callable[[int, int], Sequence[Piece]]
     ) -> tuple[Hit, bool]:
-        """What the tiers hold of a request, and whether that is all of it that can be loaded or will ever be stored.
+        """Return a request's offer, and whether it covers all that can be loaded or will ever be stored.
 
         local: tokens that the engine has itself. held: by group and chunk of `chunks`, what is true if it is held.
         pieces: of a group and a chunk's number, those that are held, from the chunk's beginning on.

@@ -1,4 +1,4 @@
-"""How far a prefix can be had: as far as every group of layers has what the next token attends to. Knows no vLLM."""
+"""The longest prefix at whose end every group of layers has what the next token attends to. Knows no vLLM."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ class _Stream:
     def __init__(self, on: SimulatedDevice) -> None:
         self._device = on
         self.pace = on._random.choice((1.0, 1.0, 0.03))
-        """How often it goes on, beside others: some are far behind."""
+        """Rate at which it goes on, beside others: some are far behind."""
         self.work: deque[Callable[[], object] | _Event] = deque()
 
     def add(self, work: Callable[[], object] | _Event) -> None:

@@ -93,7 +93,7 @@ class Hits:
             bench.compare(prompt, answer, "behind loaded blocks that the engine has now, a prompt")
 
     def test_E07_continues_behind_the_engines_own_hit(self, bench: Bench) -> None:
-        """Where the engine has the first blocks itself, what is loaded goes behind them, and is right.
+        """Blocks are loaded behind those that the engine has itself, and are right.
 
         Why: the list of a request's blocks begins with those that the engine had, which other requests share.
 

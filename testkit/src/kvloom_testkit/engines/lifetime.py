@@ -9,7 +9,7 @@ _GROWTH = 4
 
 
 class Lifetime:
-    """What is given back."""
+    """Requirements on what is given back."""
 
     def test_E12_preempted_requests_are_right(self, bench: Bench) -> None:
         """With too little memory for all requests, each gets its right answer, and so do those that continue it.

@@ -15,7 +15,7 @@ class Trouble:
     """Faults, and the engine's memory."""
 
     def test_E23_lost_loads_are_computed(self, bench: Bench) -> None:
-        """Where files vanish or are cut after they were promised, the policy `recompute` gives the right answer.
+        """The policy `recompute` gives the right answer where files vanish or are cut after they were promised.
 
         Why: a store that others share evicts between the question and the read.
 
@@ -31,7 +31,7 @@ class Trouble:
             bench.compare(prompt, answer, f"again after {how} of all files, a prompt")
 
     def test_E24_altered_data_is_a_miss(self, bench: Bench) -> None:
-        """Where bits of all files are flipped, answers are right: it is a miss.
+        """Answers are right where bits of all files are flipped: it is a miss.
 
         Why: disks, networks and other programs change bytes, and nothing in the engine can tell.
 

@@ -27,7 +27,7 @@ class _Mapped(NamedTuple):
     chunk: Chunk
     header: envelope.Header
     wanted: Wanted
-    """What it was mapped for."""
+    """The request that it was mapped for."""
 
 
 class MappedChunks:

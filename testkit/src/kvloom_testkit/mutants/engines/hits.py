@@ -98,7 +98,7 @@ class CountsFromTheFirst(Mutant, DirectoryConnector):
 
 
 class WrongAtFullHits(Mutant, DirectoryConnector):
-    """Where the hit ends one block before the end of the prompt, its last block comes from the one before."""
+    """Takes the last block from the one before where the hit ends one block before the end of the prompt."""
 
     breaks = "E08"
 
@@ -137,7 +137,7 @@ class SavesAhead(Mutant, DirectoryConnector):
 
 
 class TakesHalfForV(Mutant, DirectoryConnector):
-    """Where there is one head, as with latents, the second half of each page is taken for V, which there is none of."""
+    """Takes the second half of each page for V where there is one head, as with latents, which have no V."""
 
     breaks = "E29"
 

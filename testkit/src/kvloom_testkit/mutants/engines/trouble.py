@@ -30,7 +30,7 @@ class RaisesAtLosses(Mutant, DirectoryConnector):
 
 
 class HasNoChecksum(Mutant, DirectoryConnector):
-    """What is in a file is taken for what was written."""
+    """Takes the content of a file for what was written."""
 
     breaks = "E24"
 
@@ -74,7 +74,7 @@ class LeavesOutALayer(Mutant, DirectoryConnector):
 
 
 class WritesInFront(Mutant, DirectoryConnector):
-    """What is loaded into the first block is written to the one in front of it, too."""
+    """Writes what is loaded into the first block to the one in front of it, too."""
 
     breaks = "E28"
 
