@@ -138,7 +138,8 @@ DAMAGE = st.tuples(st.integers(0, 10**6), st.integers(0, 3), st.sampled_from([b"
 
 
 def outcomes(link: Link, count: int) -> list[object]:
-    """The outcome of each blob that is waited for, up to an error after which nothing can come."""
+    """The outcome of each blob that is waited for, up to an error after which nothing can come; at last, what is left:
+    how much of it has been read when the last blob is whole depends on when it came."""
     said: list[object] = []
     for _ in range(count):
         try:
@@ -154,7 +155,11 @@ def outcomes(link: Link, count: int) -> list[object]:
             said.append(f"refused: {error}")
         except (ProtocolError, OSError) as error:
             return [*said, type(error), str(error), link.clean]
-    return [*said, link.clean]
+    link.queue(replies=1)
+    try:
+        return [*said, shown(link.reply())]
+    except (ProtocolError, OSError) as error:
+        return [*said, type(error), str(error)]
 
 
 @settings(max_examples=150, deadline=None)

@@ -122,11 +122,15 @@ def test_each_exchange_has_the_time_anew() -> None:
 
 @contextlib.contextmanager
 def listening(serve: Callable[[socket.socket], None]) -> Iterator[int]:
+    def serving(end: socket.socket) -> None:
+        with end:
+            serve(end)
+
     def loop() -> None:
         with contextlib.suppress(OSError):
             while True:
                 end, _ = listener.accept()
-                threading.Thread(target=serve, args=(end,), daemon=True).start()
+                threading.Thread(target=serving, args=(end,), daemon=True).start()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=loop, daemon=True).start()

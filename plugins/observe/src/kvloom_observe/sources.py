@@ -124,6 +124,7 @@ def scrape(url: str) -> dict[str, Any]:
     try:
         text = _answer(url).decode()
     except urllib.error.HTTPError as error:
+        error.close()  # it is the answer, and holds the socket
         raise ValueError(f"{url}: answers with status {error.code}") from None
     except urllib.error.URLError as error:
         raise OSError(f"{url}: {error.reason}") from None

@@ -61,7 +61,8 @@ def answers(url: str) -> bool:
     """Return whether a server speaks HTTP there, whatever it answers."""
     try:
         urllib.request.urlopen(url, timeout=2).close()
-    except urllib.error.HTTPError:
+    except urllib.error.HTTPError as error:
+        error.close()
         return True
     except OSError:
         return False

@@ -267,8 +267,8 @@ def ask(path: Path, *, series: bool = False, timeout: float = 5.0) -> dict[str, 
     try:
         with in_time(), contextlib.closing(_Unix(path, timeout)) as connection:
             connection.request("GET", "/snapshot?series=1" if series else "/snapshot")
-            answer = connection.getresponse()
-            told = json.loads(answer.read(_MAX_ANSWER_BYTES)) if answer.status == 200 else None
+            with connection.getresponse() as answer:
+                told = json.loads(answer.read(_MAX_ANSWER_BYTES)) if answer.status == 200 else None
     except (http.client.HTTPException, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: no engine of kvloom answers there") from error
     if not isinstance(told, dict) or "version" not in told:
