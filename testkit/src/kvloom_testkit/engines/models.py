@@ -6,6 +6,8 @@ from kvloom_testkit.engines.bench import Bench, NotApplicableError, expect
 from kvloom_testkit.engines.process import RefusedError
 from kvloom_testkit.engines.prompts import tokens
 
+WINDOW = 64
+"""Tokens of the sliding windows of the kit's model."""
 _LATENT_TYPE = "bfloat16"
 """vLLM has no float32 for them on a processor."""
 
@@ -36,3 +38,29 @@ class Models:
             longer = prompt[: chunks * bench.chunk] + tokens(95 + chunks, bench.block + 3)
             (answer,) = bench.ask(session, [longer])
             bench.compare(longer, answer, "with latents, a prompt", after=prompt, **llm)
+
+    def test_E30_windows_are_right(self, bench: Bench) -> None:
+        """A model with sliding windows beside full attention is served: found again, and answered right.
+
+        Why: its layers are in groups, each with a list of blocks of its own, and those behind a window are given back.
+
+        Usually: the first group's blocks taken for all layers, or blocks that were given back stored as full ones.
+        """
+        llm = {"model": bench.model(kind="windows")}
+        prompt = bench.stem()
+        try:
+            bench.own(prompt, **llm)
+        except RefusedError as error:
+            raise NotApplicableError(f"without a connector, {error}") from error
+        bounds = (WINDOW, 2 * WINDOW)
+        for turn in ("windows", "windows in another process"):
+            session = bench.session(turn, store="windows", **llm)
+            if turn == "windows":
+                bench.keep(session, [prompt])
+            for length in sorted({bound + more for bound in bounds for more in (-1, 0, 1)} | {len(prompt)}):
+                bench.forget(session)
+                asked = prompt[:length] + tokens(200 + length, 0 if length == len(prompt) else bench.block + 3)
+                (answer,) = bench.ask(session, [asked])
+                bench.compare(asked, answer, "with windows, a prompt", **llm)
+                if length == len(prompt):
+                    expect(answer["cached"] >= bench.chunk, f"{answer['cached']} of {length} tokens were found")

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from kvloom_testkit.engines.models import WINDOW
+
 VOCABULARY = 512
 HIDDEN, HEADS, KV_HEADS, HEAD, LAYERS = 128, 4, 2, 32, 3
 """32 is the smallest head that vLLM's CPU backend has."""
@@ -18,10 +20,11 @@ def make(folder: Path, *, seed: int, kind: str) -> None:
     """Write a random model without a tokenizer into a folder.
 
     Its weights are large, so that its predictions are far from ties and change with every token of the prompt.
-    kind: `dense`, a Llama; `latents`, a DeepSeek V2, whose KV is one vector for each token and layer.
+    kind: `dense`, a Llama; `latents`, a DeepSeek V2, whose KV is one vector for each token and layer; `windows`, a
+    Gemma 3, of whose layers all but one see `WINDOW` tokens.
     """
     torch.manual_seed(seed)
-    {"dense": _dense, "latents": _latents}[kind]().save_pretrained(folder)
+    {"dense": _dense, "latents": _latents, "windows": _windows}[kind]().save_pretrained(folder)
 
 
 _SAME: dict[str, Any] = {
@@ -46,6 +49,17 @@ def _latents() -> Any:
         moe_intermediate_size=HIDDEN, num_experts_per_tok=1, n_group=1, topk_group=1,
     )  # fmt: skip
     return DeepseekV2ForCausalLM(config)
+
+
+def _windows() -> Any:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = Gemma3TextConfig(
+        **_SAME, num_key_value_heads=KV_HEADS, head_dim=HEAD, query_pre_attn_scalar=HEAD, sliding_window=WINDOW,
+        layer_types=kinds,
+    )  # fmt: skip
+    return Gemma3ForCausalLM(config)
 
 
 def make_adapter(folder: Path, *, seed: int) -> None:

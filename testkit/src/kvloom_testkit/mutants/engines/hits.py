@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
+
 from kvloom_testkit.mutants import Mutant
 from kvloom_testkit.reference.vllm_connector import DirectoryConnector, Metadata
 
@@ -148,3 +150,12 @@ class TakesHalfForV(Mutant, DirectoryConnector):
             if cache.shape[1] == 1:
                 half = cache.shape[-1] // 2
                 cache[block][..., half:] = before[..., half:]
+
+
+class TakesTheFirstGroup(Mutant, DirectoryConnector, SupportsHMA):
+    """Takes groups of layers, and the first one's list of blocks for all of them."""
+
+    breaks = "E30"
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, Any]:
+        return self.request_finished(request, block_ids[0])
