@@ -13,6 +13,7 @@ from core_support import CHUNK, CHUNK_BYTES, SPEC, Gate, Shelf, Witness, kv_of, 
 
 from kvloom import ConfigError, Engine, Registry, Request
 from kvloom.runtime import SystemRuntime
+from kvloom.telemetry import events
 from kvloom.telemetry.events import QUEUE_REQUESTS, EventBus
 
 SOON = 30.0
@@ -152,6 +153,21 @@ def test_observers_that_raise_or_do_not_keep_up_hurt_nobody(open_engine: Open, g
     lost = {key.reason: sums.count for key, sums in engine.counters().items() if key.name == "observer_lost"}
     assert lost["requests"] in (4, 5)
     gate.open()
+
+
+def test_requests_that_wait_have_a_bound_in_bytes(
+    open_engine: Open, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(MEMORY, observers=["witness"])
+    Witness.made[-1].before = lambda: gate("", "")
+    monkeypatch.setattr(events, "REQUEST_BYTES", 100 * 256)
+    for _ in range(20):
+        engine.lookup(tokens_of(4 * 49))  # 49 keys
+    lost = {key.reason: sums.count for key, sums in engine.counters().items() if key.name == "observer_lost"}
+    assert lost["requests"] in (17, 18), "two fit, and one may be told of"
+    gate.open()
+    told(engine)
+    assert engine._events._request_bytes == 0
 
 
 def test_observers_watch_the_engine_as_long_as_it_is_there(open_engine: Open) -> None:

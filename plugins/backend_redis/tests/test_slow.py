@@ -15,9 +15,11 @@ from kvloom import BackendError, ConfigError
 from kvloom_backend_redis.address import Endpoint
 from kvloom_backend_redis.backend import RedisBackend
 from kvloom_backend_redis.errors import ServerError, Unreachable
+from kvloom_backend_redis.exchange import Exchange
 from kvloom_backend_redis.link import Link, packed
 from kvloom_backend_redis.links import Links
 from kvloom_backend_redis.stream import Stream
+from kvloom_backend_redis.topology import Cluster, Topology
 
 AT_MOST_SECONDS = 20.0
 """Far more than anything here takes, and far less than what never ends."""
@@ -196,3 +198,61 @@ def test_a_login_is_said_in_redis_words_and_its_refusal_told() -> None:
             with pytest.raises(BackendError) as caught, Links(config, db=0).link(Endpoint("127.0.0.1", port)):
                 pass
             assert type(caught.value) is kind and "pw" not in str(caught.value)
+
+
+# -- several servers ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def silent(count: int) -> Iterator[list[Endpoint]]:
+    """Servers that take connections and say nothing, as frozen ones do."""
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        yield [Endpoint("127.0.0.1", one.getsockname()[1]) for one in listeners]
+
+
+def answering(listener: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = listener.accept()
+            with connection:
+                while connection.recv(4096):
+                    connection.sendall(b"*1\r\n*3\r\n:0\r\n:16383\r\n*3\r\n$0\r\n\r\n:7000\r\n$2\r\nid\r\n")
+
+
+def test_silent_nodes_of_a_cluster_are_not_waited_for_one_after_another() -> None:
+    config = RedisBackend.Config(url="redis+cluster://localhost", timeout=AT_MOST_SECONDS)
+    with silent(5) as frozen, socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=answering, args=(listener,), daemon=True).start()
+        alive = Endpoint("127.0.0.1", listener.getsockname()[1])
+        links = Links(config, db=0)
+        began = time.monotonic()
+        assert Cluster([*frozen, alive], links).masters() == (Endpoint("127.0.0.1", 7000),)
+        assert time.monotonic() - began < AT_MOST_SECONDS, "one of them alone takes as long"
+        links.close()
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_writes_to_many_silent_nodes_end_together() -> None:
+    config = RedisBackend.Config(url="redis+cluster://localhost", timeout=0.2)
+    with silent(8) as frozen:
+        links = Links(config, db=0)
+        spread = Exchange(Spread(frozen), links)
+        keys = [b"%d" % number for number in range(8)]
+        outcomes = dict(spread.send(keys, [[packed(b"SET", key, b"")] for key in keys], Link.answer))
+        texts = [str(outcomes[place]) for place in range(8)]
+        assert "was not tried" in texts[-1] and "was not tried" not in texts[0]
+        links.close()
+
+
+class Spread(Topology):
+    """A server for each key, by its number."""
+
+    def __init__(self, endpoints: list[Endpoint]) -> None:
+        self._endpoints = endpoints
+
+    def endpoint(self, key: bytes) -> Endpoint:
+        return self._endpoints[int(key)]
+
+    def masters(self) -> list[Endpoint]:
+        return self._endpoints

@@ -16,7 +16,7 @@ from blend_texts import TEXTS
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from kvloom.cli.main import main
-from kvloom_blend import verify
+from kvloom_blend import loading, verify
 from kvloom_blend.demo import measure, report
 from kvloom_blend.loading import default_model
 
@@ -124,6 +124,17 @@ def test_arguments_that_cannot_work(
     Path("one.txt").write_text("a document\nand no other\n")
     assert run(monkeypatch, "verify", "--model", llama, "--dtype", "float32", *more) == 2
     assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [["--executor", "nobody"], ["--executor", "none"], ["--prompts", "no text"]])
+def test_no_model_is_loaded_for_arguments_that_cannot_work(
+    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loading, "loaded", None)
+    Path("no text").write_bytes(b"\xff")
+    assert run(monkeypatch, "verify", "--model", "some/model", *more) == 2
+    assert more[0] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", [["verify", "--model", "./nowhere"], ["demo", "--model", "./nowhere"]])

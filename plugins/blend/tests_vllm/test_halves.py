@@ -10,7 +10,7 @@ import pytest
 
 from kvloom_blend.vllm import scheduler as scheduling
 from kvloom_blend.vllm.orders import Orders, Prompt, Report
-from kvloom_blend.vllm.scheduler import Scheduler
+from kvloom_blend.vllm.scheduler import Scheduler, boundaries_of
 from kvloom_blend.vllm.worker import Worker
 
 
@@ -178,3 +178,23 @@ def test_after_a_reset_nothing_is_blended() -> None:
     scheduler = Scheduler()
     scheduler.stop()
     assert scheduler.matched(prompt()) == 0 and scheduler.orders(idle=True) == Orders(idle=True)
+
+
+class Endless(list[int]):
+    """A client's list that is longer than any prompt. Nobody looks at what is in it."""
+
+    def __len__(self) -> int:
+        return 1 << 40
+
+    def __iter__(self) -> Any:
+        raise AssertionError("the scheduler would look at each, in each step")
+
+
+@pytest.mark.parametrize("given", [None, "1", [1.0], [-1], [101], [True], Endless()])
+def test_boundaries_that_are_none(given: object) -> None:
+    assert boundaries_of({"kvloom_boundaries": given}, 100) is None
+    assert boundaries_of([given], 100) is None
+
+
+def test_boundaries_in_order() -> None:
+    assert boundaries_of({"kvloom_boundaries": [100, 7, 0]}, 100) == [0, 7, 100]

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom import ConfigError, EngineConfig, KVSpec
+from kvloom_connector_sglang import page_store
 from kvloom_connector_sglang.connector import SGLangConnector
 from kvloom_connector_sglang.identity import described
 from kvloom_connector_sglang.page_store import PageStore
@@ -277,3 +278,23 @@ def test_the_example_is_a_configuration(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert store.set(page_keys(1), pool=pool(11), rows=rows(0)) == [True]
     store.close()
     assert len(list(tmp_path.rglob("0-*"))) == 1
+
+
+def test_a_call_takes_its_timeout_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(timeout=10.0)
+    now, waited = [100.0], []
+
+    def save(segments: Any, **where: Any) -> Any:
+        now[0] += 8
+        return types.SimpleNamespace(result=lambda timeout: None)
+
+    def flush(seconds: float) -> bool:
+        waited.append(seconds)
+        return False
+
+    monkeypatch.setattr(page_store.time, "monotonic", lambda: now[0])
+    engine = types.SimpleNamespace(save=save, flush=flush, find=lambda segments: torch.zeros(len(segments), dtype=bool))
+    monkeypatch.setattr(store, "_engine", engine)
+    assert store.set(page_keys(2)) == [False, False] and waited == [2.0]
+    monkeypatch.undo()
+    store.close()

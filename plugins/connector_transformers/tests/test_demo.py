@@ -15,6 +15,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from kvloom import ConfigError
 from kvloom_connector_transformers.demo import command, worker
 from kvloom_connector_transformers.demo.job import Job, llama_shape, parameters
 from kvloom_connector_transformers.demo.report import checks, draw_chart, parts
@@ -235,6 +236,17 @@ def test_a_process_that_fails_says_why(
     done = CliRunner().invoke(app, ["--size", "1M", "--out", str(tmp_path / "out"), "--config", str(config)])
     assert done.exit_code == 1
     assert "process 1 failed: ConfigError: connector" in done.output
+
+
+def test_a_configuration_is_checked_before_a_process_loads_a_model(
+    app: typer.Typer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:  # fmt: skip
+    monkeypatch.setattr(command.subprocess, "Popen", None)
+    config = tmp_path / "mine.yaml"
+    config.write_text("connector: transformers\ntires: [memory]\n")
+    done = CliRunner().invoke(app, ["--size", "1M", "--out", str(tmp_path / "out"), "--config", str(config)])
+    assert isinstance(done.exception, ConfigError) and "tires" in str(done.exception)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("text", "count"), [("small", 60e6), ("150M", 150e6), ("1.1b", 1.1e9), ("2000000", 2e6)])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from zmq_support import SECONDS, Subscriber, subscriber
 
 from kvloom import ChunkEvent, ChunkKey, ConfigError, Engine, EngineConfig, Segment, chain, check_config
+from kvloom_events_zmq import publisher as publisher_module
 from kvloom_events_zmq.naming import Names, block_hashes
 from kvloom_events_zmq.observer import EventsLostError, ZmqEventsObserver
 from kvloom_events_zmq.publisher import Publisher, Settings
@@ -231,6 +232,50 @@ def test_an_index_and_other_ranks_leave_the_port_alone(tmp_path: Path) -> None:
     with Engine.open(settings_, second) as engine:
         socket.create_server((host, int(port))).close()
         engine.store(tokens_of(CHUNK), kv=kv_of(CHUNK))
+
+
+def stored(tokens: int) -> BlockStored:
+    return BlockStored([1], None, [2**31 - 1] * tokens, tokens, None, "CPU", None)
+
+
+def test_what_waits_has_a_bound_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher_module, "MOST_WAITING_BYTES", 100_000)
+    monkeypatch.setattr(publisher_module, "_BATCH_BYTES", 9_000)
+    taken = Publisher._take
+    monkeypatch.setattr(Publisher, "_take", lambda _: [])
+    publisher = Publisher(Settings("tcp://127.0.0.1:*", None, "", 10, 1000, 1000, 10, None))
+    try:
+        assert publisher.publish([stored(1000)] * 30) == 11, "5 bytes a token, and some 90 an event"
+        assert publisher.publish([stored(5000)]) == 1 and publisher.publish([stored(1)]) == 0
+        sizes = []
+        while batch := taken(publisher):
+            sizes.append(len(batch))
+        assert sizes == [2] * 9 + [2] and publisher._waiting_bytes == 0
+        assert publisher.publish([stored(5000)]) == 0
+    finally:
+        publisher.close()
+
+
+def test_events_that_a_slow_subscriber_does_not_get_are_counted() -> None:
+    observer = ZmqEventsObserver(ZmqEventsObserver.Config(endpoint="tcp://127.0.0.1:*", hwm=2), SPEC)
+    publisher = observer.publisher
+    assert publisher is not None
+    with subscriber(publisher.endpoint) as quick, zmq.Context() as context, context.socket(zmq.SUB) as slow:
+        slow.rcvhwm = slow.rcvbuf = 1
+        slow.connect(publisher.endpoint)
+        slow.subscribe(b"")
+        while not (slow.poll(50) and quick.socket.poll(50)):  # until both are there
+            publisher.publish([AllBlocksCleared()])
+        number = -1
+        while not publisher.missed:
+            publisher.publish([stored(100_000)])
+            while quick.socket.poll(50):
+                number, _ = quick.batch()
+        with pytest.raises(EventsLostError, match=r"KV events did not reach a subscriber.*hwm"):
+            observer.on_chunks(ChunkEvent("cleared"))
+        assert quick.batch()[0] == number + 1, "who reads gets everything"
+        slow.linger = 0
+    observer.close()
 
 
 def test_nobody_waits_and_what_is_too_much_is_counted() -> None:

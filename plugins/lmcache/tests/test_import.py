@@ -359,3 +359,10 @@ def test_whatever_is_given_is_a_configuration_or_one_line_that_names_a_field(fie
         done = import_config(fields)
         assert {row.field.partition(".")[0] for row in done.rows} == set(fields)
         EngineConfig.load(done.config)
+
+
+@pytest.mark.parametrize(("path", "moves"), [("kv", True), ("file://kv/", True), ("/kv", False), ("~/kv", False)])
+def test_a_path_that_begins_elsewhere_is_pointed_out(path: str, moves: bool) -> None:
+    _, rows, _ = brought(local_disk=path)
+    outcome, text = rows["local_disk"]
+    assert outcome == "mapped" and ("begins where the new file is" in text) == moves

@@ -42,7 +42,7 @@ def test_a_restart_keeps_what_was_learnt(tmp_path: Path) -> None:
 
 def test_only_asking_writes_nothing(tmp_path: Path) -> None:
     cuts(tmp_path, prompts(3))
-    assert not journals(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @settings(deadline=None, max_examples=30)
@@ -275,6 +275,25 @@ def test_a_slot_that_was_released_is_free_whoever_has_a_copy_of_its_lock(tmp_pat
     assert again is not None and again.path == slot.path
     again.release()
     os.close(copy)
+
+
+def test_a_lock_that_is_removed_at_this_moment_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slot, _ = slots.take(tmp_path, "a")
+    assert slot is not None
+    flock = slots.fcntl.flock
+
+    def release_first(fd: int, how: int) -> None:
+        monkeypatch.undo()
+        slot.release()
+        flock(fd, how)
+
+    monkeypatch.setattr(slots.fcntl, "flock", release_first)
+    one, _ = slots.take(tmp_path, "a")
+    other, _ = slots.take(tmp_path, "a")
+    assert one is not None and other is not None and one.path != other.path
+    one.release()
+    other.release()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_forked_child_neither_frees_a_slot_nor_keeps_it(tmp_path: Path) -> None:

@@ -95,6 +95,18 @@ def test_each_tier_is_tried_and_nothing_is_left(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == ["+tmp", "a"]
 
 
+def test_what_a_killed_doctor_left_goes_after_an_hour(tmp_path: Path) -> None:
+    cls = Registry.discover().get("backend", "disk")
+    backend = cls(cls.Config(path=tmp_path / "kv"))
+    for key in ("doctor/1-1", "doctor/2-2"):
+        backend.put(key, [b"x"])
+    (old,) = (tmp_path / "kv").glob("doctor/*/1-1")
+    os.utime(old, (1, time.time() - 4000))
+    assert doctor(written(tmp_path, f"{{type: disk, path: {tmp_path / 'kv'}}}"))[0] == 0
+    assert [entry.key for entry in backend.scan()] == ["doctor/2-2"]
+    backend.close()
+
+
 def test_only_what_uses_it_is_told_of_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvloom_backend_disk.backend import DiskBackend
 

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ from cli_support import SPEC, run
 from trace_support import config, hits, mooncake, replay
 
 from kvloom import Engine
+from kvloom_tools.configuration import load
+from kvloom_tools.replay import sizes
+from kvloom_tools.replay import trace as trace_module
+from kvloom_tools.replay.stack import Sums
 from kvloom_tools.verbs import trace as trace_verb
 
 
@@ -246,3 +251,43 @@ def test_brackets_in_the_name_of_a_recording_are_letters(tmp_path: Path, monkeyp
     monkeypatch.setattr(trace_verb.output, "say", lambda text, **_: said.append(text))
     trace_verb._say_recorded(tmp_path / "a[1].jsonl")
     assert said == [f"{tmp_path / 'a[1].7.jsonl'}: 0 calls (none)"]
+
+
+def test_a_trace_is_not_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = mooncake(tmp_path / "trace.jsonl", *[(2560, [*range(at, at + 5)]) for at in range(100)])
+    monkeypatch.setattr(trace_module, "_AHEAD_BLOCKS", 50)
+    source = trace_module.Trace(trace)
+    seen = []
+    for line in source.requests():
+        seen.append(line)
+        assert source.lines - len(seen) < 20, "lines of 100 blocks wait at most"
+    assert len(seen) == 100 and sorted(seen, key=lambda line: line.seconds) == seen
+
+
+def test_a_line_cannot_make_more_of_itself(tmp_path: Path) -> None:
+    shape = {"timestamp": 0, "input_length": 300, "hash_ids": [1], "chunk_tokens": 1 << 40, "verb": ""}
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps(shape))
+    assert "chunk_tokens: should be a number of tokens, at most" in replay(trace, memory(tmp_path, 9), *KIB, status=1)
+    sums = Sums()
+    for number in range(1000):
+        sums.note_recorded({f"tier {number}": 1, "memory": 1})
+    assert len(sums.recorded_tokens) == 65 and sums.recorded_tokens["memory"] == 1000
+    assert sums.recorded_tokens.total() == 2000
+
+
+def test_the_noise_of_one_length_is_kept_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Any]] = []
+    sample = sizes._sample
+
+    def watched(*given: Any) -> Any:
+        chunk = sample(*given)
+        made.append(weakref.ref(chunk.tensor))
+        return chunk
+
+    monkeypatch.setattr(sizes, "_sample", watched)
+    path = config(tmp_path / "kv.yaml", {"type": "memory", "capacity": "1GiB"}, {"type": "disk", "path": str(tmp_path)})
+    plans = sizes.plan_tiers(load(path)[1], chunk_tokens=512, spec=SPEC)
+    for tokens in range(16, 512, 16):
+        assert all(plan.piece(tokens).stored for plan in plans)
+    assert len(made) == 32 and sum(one() is not None for one in made) == 1

@@ -397,3 +397,31 @@ def test_a_fingerprint_is_told_from_the_others(tmp_path: Path) -> None:
     fill(path, 1, replace(SPEC, revision="old"))
     assert "the tiers have records of no other" in run("why", path, "--fingerprint", old[:8]).out
     assert "0 records begin with 'ffff'" in run("why", path, "--fingerprint", "ffff", status=2).err
+
+
+def test_what_is_cut_otherwise_under_other_names(tmp_path: Path) -> None:
+    pytest.importorskip("kvloom_tokens_radix")
+    path = config(tmp_path)
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({**settings, "chunk_tokens": 64, "tokens": {"type": "radix", "path": f"{tmp_path}/j"}}))
+    other = replace(SPEC, revision="other")
+    prompt = torch.arange(192, dtype=torch.int32)
+    branch = torch.where(prompt < 100, prompt, prompt + 1000)
+    with Engine.open(path, SPEC) as engine:
+        for tokens in (branch, prompt):
+            engine.store(tokens, kv=torch.zeros(SPEC.blob_shape(192), dtype=SPEC.torch_dtype))
+        engine.clear()
+    with Engine.open(path, other) as engine:
+        engine.store(prompt, kv=torch.zeros(SPEC.blob_shape(192), dtype=SPEC.torch_dtype))
+    shutil.rmtree(tmp_path / "j")  # of the other model: what `why` makes of it goes with it
+    with Engine.open(path, SPEC) as engine:
+        for tokens in (branch, prompt):
+            engine.store(tokens, kv=torch.zeros(SPEC.blob_shape(192), dtype=SPEC.torch_dtype))
+        engine.clear()
+    files = sorted((tmp_path / "j").iterdir())
+    found = ask(path, prompt.tolist())["chunks"]
+    assert [(one["start"], one["end"], one["verdict"]) for one in found] == [
+        (0, 64, "other fingerprint"), (64, 100, "never stored"), (100, 128, "never stored"),
+        (128, 192, "other fingerprint"),
+    ]  # fmt: skip
+    assert sorted((tmp_path / "j").iterdir()) == files

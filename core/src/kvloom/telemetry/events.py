@@ -22,7 +22,9 @@ log = logging.getLogger(__name__)
 QUEUE_EVENTS = 4096
 """Maximum number of events queued for slow observers; beyond it the oldest are lost."""
 QUEUE_REQUESTS = 1024
-"""Maximum number of queued requests, each with the keys of its chain."""
+"""Maximum number of queued requests."""
+REQUEST_BYTES = 64 << 20
+"""Maximum size of their keys."""
 CHUNK_EVENT_BYTES = 64 << 20
 """Maximum size of the keys and tokens in queued chunk events."""
 MOST_COUNTERS = 4096
@@ -36,7 +38,7 @@ the interpreter's lock, with them."""
 _LOOKS = 50
 """Number of times that the thread polls for more before it waits to be woken."""
 _KEY_BYTES = 256
-"""Approximate size of an event about one chunk."""
+"""Approximate size of an event about one chunk, or of a key in a request."""
 
 
 Callers = Sequence[tuple[Observer, object]]
@@ -68,6 +70,7 @@ class EventBus:
         self.sees_requests = any(observer.sees_requests for observer in self._observers)
         """An observer wants requests; check before making a request trace."""
         self._requests: deque[tuple[Request, Callers]] = deque()
+        self._request_bytes = 0
         self._failed: set[str] = set()
         self._busy = False
         self._asleep = False
@@ -137,10 +140,11 @@ class EventBus:
         with self._changed:
             if self._closed:
                 return
-            if len(self._requests) >= QUEUE_REQUESTS:
-                self._requests.popleft()
-                self._count("observer_lost", "", "requests")
             self._requests.append((request, callers))
+            self._request_bytes += _size_of(request)
+            while len(self._requests) > QUEUE_REQUESTS or self._request_bytes > REQUEST_BYTES:
+                self._request_bytes -= _size_of(self._requests.popleft()[0])
+                self._count("observer_lost", "", "requests")
             self._wake()
 
     def came(self, tier: str, keys: Sequence[ChunkKey], *, in_memory: bool = False) -> None:
@@ -259,6 +263,7 @@ class EventBus:
             return [(observer, partial(observer.on_event, event)) for observer in self._observers]
         if self._requests:
             request, callers = self._requests.popleft()
+            self._request_bytes -= _size_of(request)
             return [(observer, partial(observer.on_request, request, caller)) for observer, caller in callers]
         chunks = self._chunks.popleft()
         self._chunk_bytes -= _size(chunks)
@@ -275,3 +280,7 @@ class EventBus:
 
 def _size(event: ChunkEvent) -> int:
     return len(event.tokens) + _KEY_BYTES * (1 + len(event.keys) + len(event.segments))
+
+
+def _size_of(request: Request) -> int:
+    return _KEY_BYTES * (1 + len(request.keys) + len(request.pieces))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
 from kvloom_backend_redis.address import Endpoint
-from kvloom_backend_redis.errors import LinkLost, ServerError
+from kvloom_backend_redis.errors import LinkLost, ServerError, Unreachable
 from kvloom_backend_redis.link import Link, Reply, packed
 from kvloom_backend_redis.links import Links
 from kvloom_backend_redis.stream import Part
@@ -125,12 +126,17 @@ class Exchange:
         """Yield the place in `keys` of each large request, as soon as it was answered, and the result of `read` or why
         there is none: a refusal, or a failure of its server.
 
-        What was sent to a server that failed, and was not answered, may have been done.
+        What was sent to a server that failed, and was not answered, may have been done. Once servers that failed have
+        taken as long as one may take, the others are not tried.
         """
+        failing_seconds = 0.0
         for endpoint, places in self._by_server(keys).items():
             sent = answered = 0
             moved: list[tuple[int, Detour]] = []
+            began = time.monotonic()
             try:
+                if failing_seconds >= self._links.patience:
+                    raise Unreachable(f"{endpoint} was not tried: other servers did not answer in time")
                 with self._link(endpoint) as link, self._ahead() as most:
                     while answered < len(places):
                         while sent < len(places) and sent - answered < most(sum(map(len, requests[places[sent]]))):
@@ -145,6 +151,7 @@ class Exchange:
                         else:
                             moved.append((place, detour))
             except Exception as error:
+                failing_seconds += time.monotonic() - began
                 for place in places[answered:]:
                     yield place, error
             for place, detour in moved:

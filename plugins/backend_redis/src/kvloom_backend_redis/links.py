@@ -35,6 +35,11 @@ class Links:
         self._pid = os.getpid()
         self.closed = False
 
+    @property
+    def patience(self) -> float:
+        """Seconds that an exchange with one server may take."""
+        return self._config.timeout
+
     @contextlib.contextmanager
     def link(self, endpoint: Endpoint) -> Iterator[Link]:
         """A connection for one exchange; it is kept for the next one only if it ends `clean`.

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from redis.crc import key_slot
@@ -20,6 +24,9 @@ SLOTS = 16384
 _HOST = re.compile(rb"[!-~]{1,253}")
 _FRESH_SECONDS = 0.5
 """Minimum age of a topology before it is asked for again, unless a server says that it has changed."""
+
+_HEAD_START_SECONDS = 0.1
+"""Time that a server has for its answer before the next one is asked, too."""
 
 
 class Detour(NamedTuple):
@@ -184,17 +191,42 @@ def _endpoint(row: Reply, answered: Endpoint) -> Endpoint:
 
 
 def _first_answer(links: Links, endpoints: Sequence[Endpoint], request: bytes) -> tuple[Endpoint, Reply]:
-    """Ask the servers in turn, until the links are closed; return the first one that answers and its reply. Raises the
-    last one's error if none answers."""
-    failed: Exception = Unreachable("there is no server to ask")
-    for endpoint in endpoints:
+    """Ask the servers, each a little later than the one before unless that one has answered, until the links are
+    closed; return the first one that answers and its reply. Raises the last one's error if none answers.
+
+    Together, servers that are silent take hardly longer than one.
+    """
+    answers: SimpleQueue[tuple[Endpoint, Reply | BaseException]] = SimpleQueue()
+    failed: BaseException = Unreachable("there is no server to ask")
+    waiting, asked = list(endpoints), 0
+    while waiting or asked:
         if links.closed:
             raise Unreachable("closed")
-        try:
-            with links.link(endpoint) as link:
-                link.send(request)
-                return endpoint, link.answer()
-        except (*LinkLost, ServerError) as error:
-            links.drop(endpoint)
-            failed = error
+        if waiting:
+            ask = partial(_ask, links, waiting.pop(0), request, answers)
+            asked += 1
+            try:
+                threading.Thread(target=ask, name="kvloom-redis-ask", daemon=True).start()
+            except RuntimeError:  # the machine has no more threads
+                ask()
+        with contextlib.suppress(Empty):
+            endpoint, answer = answers.get(timeout=_HEAD_START_SECONDS)
+            asked -= 1
+            if not isinstance(answer, BaseException):
+                return endpoint, answer
+            if not isinstance(answer, (*LinkLost, ServerError)):
+                raise answer
+            failed = answer
     raise failed
+
+
+def _ask(
+    links: Links, endpoint: Endpoint, request: bytes, answers: SimpleQueue[tuple[Endpoint, Reply | BaseException]]
+) -> None:  # fmt: skip
+    try:
+        with links.link(endpoint) as link:
+            link.send(request)
+            answers.put((endpoint, link.answer()))
+    except BaseException as error:
+        links.drop(endpoint)
+        answers.put((endpoint, error))

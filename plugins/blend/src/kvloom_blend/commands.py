@@ -59,14 +59,23 @@ def verify(
 
     Exit status: 1 if a limit is missed, 2 if the model cannot be blended at all.
     """
-    from . import screen
+    from kvloom import ConfigError
 
+    from . import screen
+    from . import verify as checks
+    from .demo.texts import module_texts, read_texts
+
+    checks.check_budgeted(executor)  # before a model is loaded
+    try:
+        texts = read_texts(prompts) if prompts else module_texts()
+    except ValueError as error:
+        raise ConfigError("--prompts", str(error)) from None
     dtypes = list(dict.fromkeys(dtype or [Dtype.FLOAT32, Dtype.BFLOAT16]))
     findings: dict[str, list[Finding]] = {}
     measured: list[Quality] = []
     for number, each in enumerate(dtypes):
         name = each.value
-        findings[name], found = _tried(model, name, prompts, executor, tokens, measure=number == 0)
+        findings[name], found = _tried(model, name, texts, executor, tokens, measure=number == 0)
         measured = measured or found
     missed = [f"{name}: {one.what}" for name, several in findings.items() for one in several if not one.holds]
     missed += [
@@ -100,24 +109,22 @@ _LIMITED_RATIO = 0.15
 
 
 def _tried(
-    model: str, dtype: str, prompts: Path | None, executor: str, tokens: int, *, measure: bool
+    model: str, dtype: str, texts: list[str], executor: str, tokens: int, *, measure: bool
 ) -> tuple[list[Finding], list[Quality]]:
     """Everything about a model in one dtype. Raises ConfigError for one that cannot be blended."""
     from kvloom import ConfigError
 
     from . import screen
     from . import verify as checks
-    from .demo.texts import module_texts, read_texts
     from .loading import loaded
 
     loading, tokenizer = loaded(model, dtype)
     try:
-        texts = read_texts(prompts) if prompts else module_texts()
         subject = checks.Subject(loading, tokenizer, texts, most_tokens=tokens)
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError("--model" if prompts is None else "--model or --prompts", str(error)) from None
+        raise ConfigError("--model or --prompts", str(error)) from None
     try:
         chosen = subject.budgeted(executor, recompute_ratio=1.0)
         steps = len(checks.DELTAS) + len(subject.prompts) * (4 + measure * len(checks.RATIOS))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvloom import BlendExecutor, ConfigError, Registry
+from kvloom import BlendExecutor, ConfigError, PluginError, Registry
 
 from .demo.texts import beginning, tokenized
 from .quality import Agreement, Reference, executor_of, logits_of
@@ -102,8 +102,6 @@ class Subject:
 
     def budgeted(self, word: str, *, recompute_ratio: float) -> BlendExecutor:
         """Raises ConfigError too for one without a budget."""
-        if "recompute_ratio" not in self.executor(word).Config.model_fields:
-            raise ConfigError("--executor", f"{word!r} has no recompute_ratio to try; name one that has")
         return self.executor(word, recompute_ratio=recompute_ratio)
 
     def blend(self, prompt: Prompt, executor: BlendExecutor, *, keep_logits: int = 1) -> Prefilled:
@@ -113,6 +111,16 @@ class Subject:
 
     def close(self) -> None:
         self.blended.close()
+
+
+def check_budgeted(word: str) -> None:
+    """Raise ConfigError for an executor that is not there, or has no budget."""
+    try:
+        settings = Registry.discover().settings("blend executor", word)
+    except PluginError as error:
+        raise ConfigError("--executor", str(error)) from None
+    if "recompute_ratio" not in settings.model_fields:
+        raise ConfigError("--executor", f"{word!r} has no recompute_ratio to try; name one that has")
 
 
 def prompts_of(documents: Sequence[torch.Tensor], lead: Sequence[int]) -> list[Prompt]:

@@ -82,7 +82,8 @@ class PageStore:
             segments = self._segments(keys)
             self._engine.save(segments, **where).result(self._timeout)
             found = self._engine.find(segments)
-            if not found.all() and self._engine.flush(self._timeout):  # pages being written are not found yet
+            left = max(0.0, began + self._timeout - time.monotonic())
+            if not found.all() and self._engine.flush(left):  # pages being written are not found yet
                 found = self._engine.find(segments)
             return found
 

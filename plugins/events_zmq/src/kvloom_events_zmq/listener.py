@@ -8,6 +8,7 @@ import os
 import resource
 import socket
 import stat
+import struct
 import time
 
 import zmq
@@ -26,6 +27,12 @@ _STUCK_SECONDS = 30
 _MAX_MESSAGE_BYTES = 4096
 """Maximum size of an incoming message: subscriptions, and numbers to replay from."""
 _MAX_WAITING_REQUESTS = 1000
+_MAX_RECEIVED_BYTES = 4 << 20
+"""From one connection by TCP. ZeroMQ keeps the parts of a message that does not end, however many they are."""
+_LOOK_SECONDS = 0.1
+"""Interval at which that is checked: what ZeroMQ keeps wakes nobody."""
+_BYTES_RECEIVED = struct.Struct("=128xQ")
+"""`tcpi_bytes_received` in Linux's `struct tcp_info`."""
 _MAX_SUBSCRIPTIONS = 256
 """Different ones, of all connections. ZeroMQ keeps as many as come, and each takes up to some 100 KiB."""
 _PAUSE_SECONDS = 1.0
@@ -37,8 +44,8 @@ _SPARE_SHARE, _MAX_SPARE = 8, 64
 class Listener:
     """For the thread that owns its sockets. With too many connections it drops all, and listens again soon after.
 
-    Too many subscriptions do the same: ZeroMQ can drop no single connection. Subscribers connect again by themselves,
-    and see by the numbers of batches what to have replayed.
+    So it does with too many subscriptions, and with a connection that sends too much: ZeroMQ can drop no single one.
+    Subscribers connect again by themselves, and see by the numbers of batches what to have replayed.
     """
 
     def __init__(
@@ -76,13 +83,14 @@ class Listener:
         self._hear()
         if self._bind_at is None and self._too_many():
             log.warning(
-                "%s: too many connections or subscriptions; all are dropped, and may connect again", self.endpoint
+                "%s: too many connections or subscriptions, or too long a message; all are dropped, and may come back",
+                self.endpoint,
             )
             self.socket.unbind(self.endpoint)
             self._subscriptions = 0
             self._bind_at = time.monotonic() + _PAUSE_SECONDS
         if self._bind_at is None:
-            return None
+            return _LOOK_SECONDS if self._connections and self.endpoint.startswith("tcp://") else None
         if time.monotonic() < self._bind_at:
             return self._bind_at - time.monotonic()
         return self._bind_again()
@@ -115,10 +123,27 @@ class Listener:
     def _too_many(self) -> bool:
         if len(self._connections) > self._most or self._subscriptions > _MAX_SUBSCRIPTIONS:
             return True
+        if max(map(_received_bytes, self._connections), default=0) > _MAX_RECEIVED_BYTES:
+            return True
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         spare = min(most // _SPARE_SHARE, _MAX_SPARE)
         # A descriptor's number is the lowest that was free.
         return most != resource.RLIM_INFINITY and max(self._connections, default=0) >= most - spare
+
+
+def _received_bytes(number: int) -> int:
+    """Bytes that came by TCP through a descriptor; 0 where the system does not say, and if it is closed by now."""
+    try:
+        borrowed = socket.socket(fileno=number)
+    except OSError:
+        return 0
+    try:
+        info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
+        return int(_BYTES_RECEIVED.unpack(info)[0])
+    except (OSError, AttributeError, struct.error):
+        return 0
+    finally:
+        borrowed.detach()  # it is ZeroMQ's
 
 
 def _check_path(endpoint: str) -> None:

@@ -42,10 +42,11 @@ class ZmqEventsConfig(Config):
     """Also publish KV that is stored under a salt."""
     data_parallel_rank: int | None = Field(default=None, ge=0)
     """Said in every batch, where an engine is one of several that share the work."""
-    hwm: int = Field(default=100_000, ge=1)
-    """Batches that may wait for one slow subscriber; it loses those beyond."""
+    hwm: int = Field(default=4096, ge=1)
+    """Batches, of some 64 KiB at most, that may wait for one slow subscriber; it loses those beyond, which are
+    counted."""
     max_waiting: int = Field(default=100_000, ge=1)
-    """Events that may wait to be sent; those beyond are dropped, and counted."""
+    """Events, of 64 MiB together at most, that may wait to be sent; those beyond are dropped, and counted."""
     batch: int = Field(default=1024, ge=1)
     """Events in one message at most."""
     max_connections: int = Field(default=64, ge=1)
@@ -83,6 +84,8 @@ class ZmqEventsObserver(Observer):
         self._names = Names(int(config.remember))
         self.unnamed = 0
         """Chunks that entered a tier and were not published, because their tokens are unknown."""
+        self._missed = 0
+        """Of the publisher's, those that were counted."""
         self.publisher: Publisher | None = None
         if spec is None or spec.rank == 0:
             self.publisher = acquire(
@@ -112,10 +115,12 @@ class ZmqEventsObserver(Observer):
             events += [BlockRemoved(hashes, medium, ownership=event.tier)] if hashes else []
         elif event.name == "cleared":
             events.append(AllBlocksCleared())
-        if events and (dropped := self.publisher.publish(events)):
-            raise EventsLostError(
-                f"{dropped} KV events found {self._settings.max_waiting} waiting; raise `max_waiting`"
-            )
+        dropped = self.publisher.publish(events) if events else 0
+        missed, self._missed = self.publisher.missed - self._missed, self.publisher.missed
+        if dropped:
+            raise EventsLostError(f"{dropped} KV events found too many waiting; raise `max_waiting`")
+        if missed:
+            raise EventsLostError(f"{missed} KV events did not reach a subscriber that reads too slowly; raise `hwm`")
 
     def close(self) -> None:
         publisher, self.publisher = self.publisher, None

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from itertools import accumulate, islice
 
 import msgspec
 import zmq
@@ -20,6 +21,11 @@ from kvloom_events_zmq.replays import Replays
 from kvloom_events_zmq.wire import AnyEvent, Batch, sequence
 
 log = logging.getLogger("kvloom.events_zmq")
+
+MOST_WAITING_BYTES = 64 << 20
+"""Maximum size of the events that wait to be sent, as they are sent."""
+_BATCH_BYTES = 64 << 10
+"""Size of a batch from which on it takes no more events. ZeroMQ counts what waits for a subscriber in batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,10 @@ class Publisher:
         self.settings = settings
         self.lost = 0
         """Events that found the queue full."""
-        self._waiting: deque[AnyEvent] = deque()
+        self.missed = 0
+        """Events that a slow subscriber, or several, did not get."""
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
         self._lock = threading.Lock()
         self._closing = False
         self._skipped = False
@@ -55,6 +64,7 @@ class Publisher:
         with contextlib.ExitStack() as made:
             made.callback(self._context.destroy, linger=0)
             self._pub = self._bound(zmq.XPUB, "endpoint", settings.endpoint, settings.hwm)
+            self._pub.socket.xpub_nodrop = 1  # it says when a subscriber has no room
             self._router = None
             if settings.replay_endpoint is not None:
                 self._router = self._bound(zmq.ROUTER, "replay_endpoint", settings.replay_endpoint, replays.WAITING)
@@ -81,10 +91,14 @@ class Publisher:
 
     def publish(self, events: list[AnyEvent]) -> int:
         """Send events, in order, soon; how many were dropped because too many wait."""
+        encoded = [msgspec.msgpack.encode(event) for event in events]
         with self._lock:
+            sizes = accumulate(map(len, encoded), initial=self._waiting_bytes)
             room = max(0, self.settings.max_waiting - len(self._waiting))
-            self._waiting.extend(events[:room])
-            dropped = len(events) - len(events[:room])
+            fitting = encoded[: min(room, sum(size <= MOST_WAITING_BYTES for size in islice(sizes, 1, None)))]
+            self._waiting.extend(fitting)
+            self._waiting_bytes += sum(map(len, fitting))
+            dropped = len(encoded) - len(fitting)
             if dropped:
                 self.lost += dropped
                 self._skipped = True
@@ -130,19 +144,35 @@ class Publisher:
                 one.close()
             self._context.destroy(linger=int(1000 * LINGER_SECONDS))
 
-    def _take(self) -> list[AnyEvent]:
+    def _take(self) -> list[msgspec.Raw]:
+        taken: list[msgspec.Raw] = []
+        size = 0
         with self._lock:
             if self._skipped:  # an unused number, so that subscribers detect the gap
                 self._number += 1
                 self._skipped = False
-            return [self._waiting.popleft() for _ in range(min(self.settings.batch, len(self._waiting)))]
+            while self._waiting and len(taken) < self.settings.batch and size < _BATCH_BYTES:
+                event = self._waiting.popleft()
+                size += len(event)
+                taken.append(msgspec.Raw(event))
+            self._waiting_bytes -= size
+        return taken
 
-    def _send(self, events: list[AnyEvent]) -> None:
-        payload = msgspec.msgpack.encode(Batch(time.time(), events, self.settings.data_parallel_rank))
+    def _send(self, events: list[msgspec.Raw]) -> None:
+        batch = Batch(time.time(), events, self.settings.data_parallel_rank)  # type: ignore[arg-type] # encoded already
+        payload = msgspec.msgpack.encode(batch)
         number, self._number = self._number, self._number + 1
         if self._router is not None:
             self._replays.keep(number, payload)
-        self._pub.socket.send_multipart((self.settings.topic.encode(), sequence(number), payload))
+        message = (self.settings.topic.encode(), sequence(number), payload)
+        pub = self._pub.socket
+        try:
+            pub.send_multipart(message, zmq.NOBLOCK)
+        except zmq.Again:  # nobody has got it: send it to those that have room
+            self.missed += len(events)
+            pub.xpub_nodrop = 0
+            pub.send_multipart(message)
+            pub.xpub_nodrop = 1
 
 
 _shared: dict[tuple[int, str], tuple[Publisher, int]] = {}

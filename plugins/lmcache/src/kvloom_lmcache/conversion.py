@@ -162,6 +162,8 @@ def _disk(draft: Draft) -> None:
         raise ConfigError("local_disk", "names no directory")
     bound = {"capacity": gibibytes(size)} if size else {}
     draft.tier(("local_disk", "max_local_disk_size"), type="disk", path=literal(first), **bound)
+    if not first.startswith(("/", "~")):
+        draft.done.note("local_disk", "this path begins where the new file is, LMCache's in the working directory")
     if more:
         draft.row("local_disk.others", "no counterpart", "a disk tier has one directory")
 

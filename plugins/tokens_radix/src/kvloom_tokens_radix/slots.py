@@ -26,8 +26,11 @@ class Slot:
         _everybody.add(self)
 
     def release(self) -> None:
-        """Idempotent."""
+        """Idempotent. A process that has written nothing leaves nothing."""
         if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                if not os.path.lexists(self.path):
+                    os.unlink(self.path.with_suffix(".lock"))
             # Not left to closing: a child that was forked a moment ago may still have a copy.
             with contextlib.suppress(OSError):
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
@@ -107,15 +110,18 @@ def _written(directory: Path, name: str) -> list[tuple[int, int, Path]]:
 
 def _locked(stem: Path) -> Slot | None:
     """The slot, unless another process has it."""
+    lock = Path(f"{stem}.lock")
     try:
-        fd = regular(Path(f"{stem}.lock"), os.O_RDWR | os.O_CREAT)
+        fd = regular(lock, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         if error.errno in _NO_LOCK:  # something else is there
             return None
         raise
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        if not os.path.samestat(os.fstat(fd), os.lstat(lock)):  # a later process has another file
+            raise FileNotFoundError
+    except (BlockingIOError, FileNotFoundError):  # released at this moment
         os.close(fd)
         return None
     except BaseException:

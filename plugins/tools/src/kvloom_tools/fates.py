@@ -29,6 +29,8 @@ HIT, CORRUPT, EXPIRED, UNREADABLE, EVICTED = "hit", "corrupt", "expired", "unrea
 OTHER_SALT, OTHER_FINGERPRINT, NEVER, GONE = "other salt", "other fingerprint", "never stored", "not there"
 _LOOKED_AT = 32
 """Blobs of a store that are looked at to tell how long its chunks are."""
+_MOST_PLACES = 256
+"""Salts and fingerprints that a chunk is looked for under: anybody may have put records into a store."""
 _TELLING = (CORRUPT, EXPIRED, UNREADABLE, EVICTED)
 """States in which a tier has news of a chunk but does not give it, most telling first."""
 
@@ -86,7 +88,7 @@ def fates(opened: Sequence[Store], question: Question) -> list[Fate]:
         for tier in tiers:
             said[tier.store.name] = tier.ask(names, step)
     nowhere = [index for index in range(len(names)) if not any(of[index].state == HIT for of in said.values())]
-    elsewhere = _elsewhere(opened, question, nowhere) if nowhere else {}
+    elsewhere = _elsewhere(opened, question, {index: segments[index] for index in nowhere}) if nowhere else {}
     return [
         _fate(segment, {name: of[index] for name, of in said.items()}, elsewhere.get(index))
         for index, segment in enumerate(segments)
@@ -240,15 +242,22 @@ def chunk_tokens_of(opened: Sequence[Store], keys: Keys) -> int | None:
 # -- under other names -------------------------------------------------------------------------------------------------
 
 
-def _elsewhere(opened: Sequence[Store], question: Question, wanted: Sequence[int]) -> dict[int, _Said]:
-    """For chunks that are nowhere under their own key: what they are stored under, the nearer reason first."""
+def _elsewhere(opened: Sequence[Store], question: Question, wanted: Mapping[int, Segment]) -> dict[int, _Said]:
+    """For chunks that are nowhere under their own key: what they are stored under, the nearer reason first.
+
+    A token database may cut the prompt at other places under another name; then nothing can be said of the chunk.
+    """
     found: dict[int, _Said] = {}
-    places = list(_places(opened, question))
+    places = list(islice(_places(opened, question), _MOST_PLACES))
     with output.progress("looking elsewhere", len(places)) as step:
         for salt, fingerprint, state, text in places:
             segments = question.keys.segments(question.prompt, salt, fingerprint=fingerprint)
-            asked = [index for index in wanted if index not in found]
-            for index, tiers in zip(asked, _held(opened, [segments[index] for index in asked]), strict=True):
+            there = {(one.start, one.end): one for one in segments}
+            asked = {
+                index: there[span] for index, one in wanted.items()
+                if index not in found and (span := (one.start, one.end)) in there
+            }  # fmt: skip
+            for index, tiers in zip(asked, _held(opened, [*asked.values()]), strict=True):
                 if tiers:
                     found[index] = _Said(state, f"{text} (in {tiers})")
             step()

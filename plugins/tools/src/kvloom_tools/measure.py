@@ -15,7 +15,7 @@ import torch
 
 from kvloom import Chunk, envelope
 from kvloom.inspection import Store, at_once
-from kvloom_tools.stores import PROBES
+from kvloom_tools.stores import PROBES, remove_left
 from kvloom_tools.verify import VerifyingSink
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ _BYTES = 128 << 20
 _FEWEST, _MOST = 4, 32
 _SECONDS = 5.0
 """The longest that one measurement goes on, except for the call under way."""
-_LEFT_SECONDS = 3600.0
-"""The age from which blobs under `plan/` count as left by a command that was killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,7 @@ def measure_memory(sample: Sample) -> Speed:
 
 def measure_store(store: Store, serializer: Serializer, sample: Sample) -> Speed:
     """By writing and reading chunks under `plan/`, which are gone afterwards. Raises what the backend raises."""
-    _remove_left(store)
+    remove_left(store, PROBES)
     chunk = sample.chunk()
     probe = _Probe(store, serializer, chunk)
     prefix = f"{PROBES}{os.urandom(8).hex()}/"
@@ -159,14 +157,6 @@ class _Probe:
                 raise outcome
             done.append(key)
         return done, max(time.monotonic() - began, 1e-9)
-
-
-def _remove_left(store: Store) -> None:
-    old = [
-        entry.key for entry in store.entries(PROBES) if entry.modified and time.time() - entry.modified > _LEFT_SECONDS
-    ]
-    if old:
-        store.ask(lambda: store.backend.delete_many(old))
 
 
 def _median(values: Sequence[float]) -> float:

@@ -34,30 +34,42 @@ class Keys:
         self.fingerprint = kvloom.fingerprint(*about)
         self.chunk_tokens = config.chunk_tokens
         self._salt = config.salt
-        self._database = resolved.tokens.make(spec)
-        self._database.chunk_tokens = config.chunk_tokens
-        self._database.save_tails = config.save_tails
+        self._save_tails = config.save_tails
+        self._make = resolved.tokens.make
+        self._database = self._opened(self.fingerprint)
+
+    def _opened(self, fingerprint: str) -> Any:
+        database = self._make(self.spec)
+        database.chunk_tokens, database.save_tails = self.chunk_tokens, self._save_tails
+        database.fingerprint = fingerprint
+        return database
+
+    def close(self) -> None:
+        """Let go what the token database holds, such as files."""
+        self._database.close()
 
     def segments(
         self, tokens: torch.Tensor, salt: str | None = None, *, fingerprint: str | None = None
     ) -> list[Segment]:
         """The segments of a prompt, under this fingerprint and the configuration's salt unless others are given."""
-        self._database.fingerprint = fingerprint or self.fingerprint
-        found: list[Segment] = self._database.segments(tokens, salt=self._salt if salt is None else salt)
+        database = self._database if fingerprint is None else self._opened(fingerprint)
+        try:
+            found: list[Segment] = database.segments(tokens, salt=self._salt if salt is None else salt)
+        finally:
+            if database is not self._database:
+                database.close()
         return found
 
     def spans(self) -> list[tuple[int, int]]:
         """Starts and ends, within a chunk, of the segments that are kept of it: of its pieces, and its own."""
         import torch
 
-        self._database.fingerprint = self.fingerprint
         tokens = torch.zeros(self.chunk_tokens, dtype=torch.int32)
         found = (*self._database.pieces(tokens, 0), *self._database.segments(tokens))
         return [(segment.start, segment.end) for segment in found]
 
     def pieces(self, tokens: torch.Tensor, start: int, salt: str | None = None) -> list[Segment]:
         """The pieces that shorter prompts may have left of the segment that begins at `start`."""
-        self._database.fingerprint = self.fingerprint
         found: list[Segment] = self._database.pieces(tokens, start, salt=self._salt if salt is None else salt)
         return found
 

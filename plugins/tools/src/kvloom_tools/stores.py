@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,12 +13,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvloom.inspection import TierChoice
+    from kvloom.inspection import Store, TierChoice
 
 QUARANTINE = "quarantine/"
 """Prefix of the keys of corrupt blobs that `kvloom scrub` set aside."""
 PROBES = "plan/"
 """Prefix of the keys that `kvloom plan` writes to measure, and deletes."""
+
+_LEFT_SECONDS = 3600.0
+"""The age from which the blobs of a measurement or a test count as left by a command that was killed."""
+
+
+def remove_left(store: Store, prefix: str) -> None:
+    """Delete what a killed command left below `prefix`. Raises BackendError."""
+    ends = time.time() - _LEFT_SECONDS
+    old = [entry.key for entry in store.entries(prefix) if 0 < entry.modified < ends]
+    if old:
+        store.ask(lambda: store.backend.delete_many(old))
 
 
 def said(error: BaseException) -> str:

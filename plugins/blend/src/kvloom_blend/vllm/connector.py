@@ -31,7 +31,7 @@ from kvloom_connector_vllm import (
 )
 
 from .orders import Orders, Prompt, Report
-from .scheduler import Scheduler
+from .scheduler import Scheduler, boundaries_of
 from .settings import Settings, refuse
 from .twin import Pages, Twin
 from .worker import Worker
@@ -96,7 +96,7 @@ class KVLoomBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         assert self._scheduler is not None
         if num_computed_tokens or not _can_be_blended(request, self._settings.min_tokens):
             return 0, False
-        boundaries = _boundaries(request.kv_transfer_params, len(request.prompt_token_ids))
+        boundaries = boundaries_of(request.kv_transfer_params, len(request.prompt_token_ids))
         salt = request.cache_salt or None
         prompt = Prompt(request.request_id, request.prompt_token_ids, salt, boundaries)
         tokens = self._scheduler.matched(prompt)
@@ -232,11 +232,3 @@ def _can_be_blended(request: Any, min_tokens: int) -> bool:
 def _wanted(params: Any) -> bool:
     """`"kvloom_blend": false` is how a client asks for what the model itself computes."""
     return not isinstance(params, dict) or params.get("kvloom_blend") is not False
-
-
-def _boundaries(params: Any, num_tokens: int) -> list[int] | None:
-    """The passage boundaries that a client sends, if they are valid."""
-    given = params.get("kvloom_boundaries") if isinstance(params, dict) else None
-    if not isinstance(given, list) or not all(type(one) is int and 0 <= one <= num_tokens for one in given):
-        return None
-    return sorted(given)

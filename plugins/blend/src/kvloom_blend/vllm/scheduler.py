@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from enum import Enum
+from typing import Any
 
 from .orders import Blend, Orders, Prompt, Report
 
@@ -83,3 +84,16 @@ class Scheduler:
         self._since.pop(request, None)
         if over:
             self._orders.over.append(request)
+
+
+def boundaries_of(params: Any, num_tokens: int) -> list[int] | None:
+    """The passage boundaries that a client sends, if they are valid. vLLM's scheduler waits for this in each step.
+
+    params: the request's `kv_transfer_params`. num_tokens: of its prompt.
+    """
+    given = params.get("kvloom_boundaries") if isinstance(params, dict) else None
+    if not isinstance(given, list) or len(given) > num_tokens + 1:
+        return None
+    if not all(type(one) is int and 0 <= one <= num_tokens for one in given):
+        return None
+    return sorted(given)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvloom import pip_install
+from kvloom import EngineConfig, check_config, pip_install
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,6 +81,8 @@ def demo(
         count = parameters(size) if size else 0
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--size") from None
+    if config is not None:
+        check_config(EngineConfig.from_file(config), imported=False)  # before a model is loaded, in another process
     model, text, kv = "" if size else _model(model), document or _heapq(), out / "kv"
     _check_own(out)
     if not keep:

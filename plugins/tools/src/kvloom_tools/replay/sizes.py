@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvloom import EXACT, ConfigError, inspection
@@ -78,7 +78,7 @@ def plan_tiers(
     if spec is None and bytes_per_token is None:
         raise ConfigError("--spec", "the size of a token's KV is not known; give --spec or --bytes-per-token")
 
-    @cache
+    @lru_cache(maxsize=1)  # tiers ask for the same one after another
     def sample(tokens: int) -> tuple[int, Chunk | None]:
         if spec is None:
             return max(1, round((bytes_per_token or 0) * tokens)), None

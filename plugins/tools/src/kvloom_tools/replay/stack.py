@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvloom import leading
 from kvloom_tools.replay.memory import Memory
@@ -23,6 +24,8 @@ from kvloom_tools.replay.trace import Line, Piece, Tail, piece_tokens
 
 _STORES = frozenset({"store", "store_layer"})
 _ASKS = frozenset({"retrieve", "retrieve_layer"})
+_MOST_TIERS = 64
+"""Names of recorded tiers that are kept apart."""
 
 
 @dataclass
@@ -46,6 +49,12 @@ class Sums:
     """Tokens that the recorded engine got, by its tiers."""
     unfit: int = 0
     """Lines whose blocks do not go with the chunks of this configuration."""
+
+    def note_recorded(self, tokens: Mapping[str, int]) -> None:
+        """tokens: of one line, whose names of tiers anybody may have written."""
+        known = self.recorded_tokens
+        for name, count in tokens.items():
+            known[name if name in known or len(known) < _MOST_TIERS else "other"] += count
 
     def hit_tokens(self, chunk_tokens: int) -> Counter[str]:
         """By tier."""
@@ -115,7 +124,7 @@ class Replay:
             else:
                 tail = None
         if line.served:
-            self.sums.recorded_tokens.update(line.served)
+            self.sums.note_recorded(line.served)
         if verb in _STORES:
             self._store(chunks, first, line.salt)
             return
@@ -160,7 +169,7 @@ class Replay:
             return chunks, min(-(-line.first // each), len(chunks))
         if block % size == 0:  # a block that is another makes all its chunks others
             each = block // size
-            chunks = [block_id * each + part for block_id in ids for part in range(each)][:count]
+            chunks = [*islice((block_id * each + part for block_id in ids for part in range(each)), count)]
             return chunks, min(line.first * each, len(chunks))
         return None
 

@@ -25,6 +25,8 @@ VERBS = frozenset(
 )
 _AHEAD = 1 << 15
 """So many lines are put in order at once: an engine tells of a request when its writes are over."""
+_AHEAD_BLOCKS = 1 << 20
+"""So many blocks and pieces of lines, at most: each takes some 40 bytes."""
 _MOST_LINE_BYTES = 16 << 20
 _MOST_RATIO = 250
 """The highest ratio of unpacked to packed bytes. Traces have a ratio of some 20."""
@@ -106,12 +108,15 @@ class Trace:
         Raises ConfigError with the path if it cannot be read at all.
         """
         waiting: list[Line] = []
-        ends = 0.0
+        blocks, ends = 0, 0.0
         for line in self._parsed(progress):
             waiting.append(line)
-            if len(waiting) >= 2 * _AHEAD:
+            blocks += _size(line)
+            if len(waiting) >= 2 * _AHEAD or blocks >= 2 * _AHEAD_BLOCKS:
                 waiting.sort(key=_seconds)
-                now, waiting = waiting[:_AHEAD], waiting[_AHEAD:]
+                half = max(1, len(waiting) // 2)
+                now, waiting = waiting[:half], waiting[half:]
+                blocks -= sum(map(_size, now))
                 self.late += sum(one.seconds < ends for one in now)
                 ends = now[-1].seconds
                 yield from now
@@ -161,6 +166,12 @@ def _seconds(line: Line) -> float:
     return line.seconds
 
 
+def _size(line: Line) -> int:
+    """Its blocks and pieces."""
+    tail = line.tail
+    return len(line.hash_ids) + (0 if tail is None else len(tail.own) + len(tail.others))
+
+
 def _line(text: bytes, block_tokens: int) -> Line:
     """Raises ValueError or TypeError that says what is wrong."""
     try:
@@ -186,8 +197,8 @@ def _line(text: bytes, block_tokens: int) -> Line:
     own = len(value) > 3 + ("output_length" in value)  # more than Mooncake's fields
     if own:
         block_tokens = get("chunk_tokens", block_tokens)
-        if type(block_tokens) is not int or block_tokens < 1:
-            raise ValueError("chunk_tokens: should be a number of tokens")
+        if type(block_tokens) is not int or not 1 <= block_tokens <= _MOST_BLOCK_TOKENS:
+            raise ValueError(f"chunk_tokens: should be a number of tokens, at most {_MOST_BLOCK_TOKENS}")
     if (len(ids) - 1) * block_tokens >= max(length, 1):
         raise ValueError(f"hash_ids: {len(ids)} blocks of {block_tokens} are more than {length} tokens")
     if not own:
@@ -200,6 +211,8 @@ def _line(text: bytes, block_tokens: int) -> Line:
 
 _INTEGERS = {int}
 _MOST_TOKENS = 1 << 31
+_MOST_BLOCK_TOKENS = 1 << 20
+"""One block becomes as many chunks as a configuration makes of it."""
 _MOST_PIECES = 1 << 16
 _MOST_ID = 1 << 64
 _NOTHING: dict[str, int] = {}

@@ -76,7 +76,7 @@ def add(commands: typer.Typer) -> None:
             list[str] | None, typer.Option(metavar="NAME=N", help="The number in the trace of a salt with a quota.")
         ] = None,
         block_tokens: Annotated[
-            int | None, typer.Option(min=1, help="Tokens of a block, for lines without it (default: 512).")
+            int | None, typer.Option(min=1, max=1 << 20, help="Tokens of a block, for lines without it (default: 512).")
         ] = None,
         chart: Annotated[Path | None, typer.Option(help="Draw hit rates: a .png or .svg.")] = None,
         force: Annotated[bool, typer.Option("--force", help="Overwrite an existing chart.")] = False,

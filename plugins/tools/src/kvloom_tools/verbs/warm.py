@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -74,9 +75,11 @@ def add(commands: typer.Typer) -> None:
 
         settings, resolved = load(config)
         prompts = _prompts(file, text, tokenizer)
-        with stores(resolved, made=into is not None) as opened:
+        with stores(resolved, made=into is not None) as opened, ExitStack() as stack:
             target = None if into is None else _target(opened, resolved, into)
             keyings = _keyings(prompts, opened, settings, resolved, spec=spec, model=model)
+            for keys in keyings:
+                stack.callback(keys.close)
             lines = list(_lines(prompts, keyings))
             holders = _holders(opened, [segment.key for line in lines for segment in line.segments])
             _measure(opened, [line for line in lines if line.keys is None], holders)

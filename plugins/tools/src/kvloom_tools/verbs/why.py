@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import groupby, takewhile
 from pathlib import Path
@@ -64,8 +65,9 @@ def add(commands: typer.Typer) -> None:
             return
         prompt = _prompt(tokens, text, tokenizer)
         given = None if spec is None else read_spec(spec)
-        with stores(resolved, given, made=False) as opened:
+        with stores(resolved, given, made=False) as opened, ExitStack() as stack:
             keys = Keys(config, resolved, given) if given is not None else recorded(opened, config, resolved)[0]
+            stack.callback(keys.close)
             salts = tuple(salt) if salt else (config.salt,)
             question = Question(keys, prompt, salts, exact=config.exact, verify=verify)
             found = fates(opened, question)
