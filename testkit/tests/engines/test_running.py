@@ -133,13 +133,14 @@ def test_json_has_the_rows_and_what_was_checked() -> None:
 
 
 OPTIONS: dict[str, Any] = dict.fromkeys(
-    ("--connector", "--extra", "--chunk", "--block", "--tolerance", "--short", "--junit")
+    ("--connector", "--offloading-spec", "--extra", "--chunk", "--block", "--tolerance", "--short", "--junit")
 )
 
 
 @pytest.mark.parametrize(("change", "said"), [
     ({}, "--connector: missing"), ({"--connector": "a.b:1"}, "expected MODULE:CLASS"),
-    ({"--connector": ":C"}, "expected MODULE:CLASS"),
+    ({"--connector": ":C"}, "expected MODULE:CLASS"), ({"--offloading-spec": "C"}, "--offloading-spec: expected"),
+    ({"--connector": "a:C", "--offloading-spec": "a:D"}, "--offloading-spec: it has"),
     ({"--connector": "a:C", "--extra": "{"}, "--extra: expected a JSON"),
     ({"--connector": "a:C", "--extra": "[]"}, "--extra: expected a JSON"),
     ({"--connector": "a:C", "--block": 32, "--chunk": 48}, "--chunk: expected a multiple"),
@@ -164,6 +165,12 @@ def test_settings_name_the_store_at_any_depth() -> None:
     assert transfer["kv_load_failure_policy"] == "fail" and subject.has_store
     assert not Subject.named("a:C", extra={"size": 3}).has_store and Subject.named("Name").module is None
     assert Subject.named("a:C", block=64).chunk == 64
+
+
+def test_an_offloading_spec_is_a_setting_of_vllms_connector() -> None:
+    subject = Subject.of_spec("a.b:Spec", extra={"path": "{tmp}"}, block=64)
+    assert (subject.cls, subject.module, subject.chunk) == ("OffloadingConnector", None, 64) and subject.has_store
+    assert subject.extra == {"spec_name": "Spec", "spec_module_path": "a.b", "path": "{tmp}"}
 
 
 def test_every_requirement_has_a_mutant() -> None:

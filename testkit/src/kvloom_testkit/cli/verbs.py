@@ -38,6 +38,14 @@ def add(commands: typer.Typer) -> None:
             str | None,
             typer.Option("--connector", help="MODULE:CLASS, or a name that vLLM knows.", rich_help_panel=_ENGINE),
         ] = None,
+        offloading_spec: Annotated[
+            str | None,
+            typer.Option(
+                "--offloading-spec",
+                help="MODULE:CLASS of a spec for vLLM's OffloadingConnector, instead of --connector.",
+                rich_help_panel=_ENGINE,
+            ),
+        ] = None,
         extra: Annotated[
             str | None,
             typer.Option(
@@ -66,8 +74,8 @@ def add(commands: typer.Typer) -> None:
     ) -> None:
         """Test an installed component against the requirements of its kind."""
         engine = {
-            "--connector": connector, "--extra": extra, "--chunk": chunk, "--block": block, "--tolerance": tolerance,
-            "--short": short or None, "--junit": junit,
+            "--connector": connector, "--offloading-spec": offloading_spec, "--extra": extra, "--chunk": chunk,
+            "--block": block, "--tolerance": tolerance, "--short": short or None, "--junit": junit,
         }  # fmt: skip
         if kind == "engine":
             from kvloom_testkit.engines import report as engines

@@ -37,10 +37,17 @@ def run_options(
         raise ConfigError("engine", f"no engine {engine!r}; there is vllm")
     if given := [name for name, value in others.items() if value]:
         raise ConfigError(given[0], "`kvloom check engine` does not have this option")
-    if options["--connector"] is None:
-        raise ConfigError("--connector", "missing; write MODULE:CLASS, as vLLM imports it, or a name that vLLM knows")
     more = {name: options[f"--{name}"] for name in ("block", "chunk", "tolerance") if options[f"--{name}"] is not None}
-    subject = Subject.named(options["--connector"], extra=_extra(options["--extra"]), seconds=seconds, **more)
+    connector, spec, extra = options["--connector"], options["--offloading-spec"], _extra(options["--extra"])
+    if spec is not None and connector is not None:
+        raise ConfigError("--offloading-spec", "it has vLLM's OffloadingConnector checked; remove --connector")
+    if spec is not None:
+        subject = Subject.of_spec(spec, extra=extra, seconds=seconds, **more)
+    elif connector is not None:
+        subject = Subject.named(connector, extra=extra, seconds=seconds, **more)
+    else:
+        text = "missing; write MODULE:CLASS, as vLLM imports it, or a name that vLLM knows; or --offloading-spec"
+        raise ConfigError("--connector", text)
     short = bool(options["--short"])
     return run(subject, only=only, short=short, as_json=as_json, junit=options["--junit"])
 

@@ -35,8 +35,8 @@ class Subject:
     @classmethod
     def named(cls, connector: str, **more: Any) -> Subject:
         """The subject of `MODULE:CLASS`, or of a name that the engine knows. Raises ConfigError."""
-        module, colon, name = connector.rpartition(":")
-        if not name.isidentifier() or (colon and not all(part.isidentifier() for part in module.split("."))):
+        module, name = _place(connector)
+        if not name:
             raise ConfigError("--connector", f"expected MODULE:CLASS, or a name that vLLM knows, not {connector!r}")
         if "block" in more:
             more.setdefault("chunk", more["block"])
@@ -45,6 +45,15 @@ class Subject:
             text = f"expected a multiple of the block's {subject.block} tokens, not {subject.chunk}"
             raise ConfigError("--chunk", text)
         return subject
+
+    @classmethod
+    def of_spec(cls, spec: str, *, extra: dict[str, Any], **more: Any) -> Subject:
+        """The subject of vLLM's OffloadingConnector with the spec `MODULE:CLASS`. Raises ConfigError."""
+        module, name = _place(spec)
+        if not (module and name):
+            raise ConfigError("--offloading-spec", f"expected MODULE:CLASS, not {spec!r}")
+        whole = {"spec_name": name, "spec_module_path": module, **extra}
+        return cls.named("OffloadingConnector", extra=whole, **more)
 
     @property
     def has_store(self) -> bool:
@@ -60,6 +69,13 @@ class Subject:
 
     def __str__(self) -> str:
         return f"{self.module}:{self.cls}" if self.module else self.cls
+
+
+def _place(text: str) -> tuple[str, str]:
+    """The module and the class of `MODULE:CLASS`; no module if none is named, no class if it is neither."""
+    module, colon, name = text.rpartition(":")
+    valid = name.isidentifier() and (not colon or all(part.isidentifier() for part in module.split(".")))
+    return (module, name) if valid else ("", "")
 
 
 def _replaced(value: Any, text: str) -> Any:
