@@ -64,3 +64,33 @@ class Models:
                 bench.compare(asked, answer, "with windows, a prompt", **llm)
                 if length == len(prompt):
                     expect(answer["cached"] >= bench.chunk, f"{answer['cached']} of {length} tokens were found")
+
+    def test_E31_states_are_right(self, bench: Bench) -> None:
+        """A model with states, here of short convolutions, is served: found again, and answered right.
+
+        Why: a state stands for all tokens up to one of them, and is of no use behind another.
+
+        Usually: refused, or a block's state taken from where it was one block earlier or later.
+        """
+        llm = {"model": bench.model(kind="states"), "mamba_cache_mode": "align"}
+        size = 2 * bench.chunk
+        prompts = [tokens(300 + more, size + more) for more in (-1, 0, 1, bench.block)]
+        try:
+            bench.own(prompts[0], **llm)
+        except RefusedError as error:
+            raise NotApplicableError(f"without a connector, {error}") from error
+        for turn in ("states", "states in another process"):
+            session = bench.session(turn, store="states", **llm)
+            if turn == "states":
+                bench.keep(session, prompts)
+            for prompt in prompts:
+                bench.forget(session)
+                (answer,) = bench.ask(session, [prompt])
+                bench.compare(prompt, answer, "with states, a prompt", after=prompt, **llm)
+                least = (len(prompt) - 1) // bench.chunk * bench.chunk
+                expect(answer["cached"] >= least, f"{answer['cached']} of {len(prompt)} tokens were found")
+            bench.forget(session)
+            other = prompts[-1][: bench.chunk] + tokens(310, size)
+            (answer,) = bench.ask(session, [other])
+            known = prompts[-1] if turn == "states" else other
+            bench.compare(other, answer, "with states, a prompt that begins as another", after=known, **llm)

@@ -21,10 +21,10 @@ def make(folder: Path, *, seed: int, kind: str) -> None:
 
     Its weights are large, so that its predictions are far from ties and change with every token of the prompt.
     kind: `dense`, a Llama; `latents`, a DeepSeek V2, whose KV is one vector for each token and layer; `windows`, a
-    Gemma 3, of whose layers all but one see `WINDOW` tokens.
+    Gemma 3, of whose layers all but one see `WINDOW` tokens; `states`, an LFM2, with short convolutions in all but one.
     """
     torch.manual_seed(seed)
-    {"dense": _dense, "latents": _latents, "windows": _windows}[kind]().save_pretrained(folder)
+    {"dense": _dense, "latents": _latents, "windows": _windows, "states": _states}[kind]().save_pretrained(folder)
 
 
 _SAME: dict[str, Any] = {
@@ -60,6 +60,18 @@ def _windows() -> Any:
         layer_types=kinds,
     )  # fmt: skip
     return Gemma3ForCausalLM(config)
+
+
+def _states() -> Any:
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    wide = {"conv_dim": HIDDEN, "conv_dim_out": HIDDEN, "block_dim": HIDDEN, "block_ff_dim": 2 * HIDDEN}
+    same = {**_SAME, "initializer_range": 0.1}  # or the products of its gates make much of the last bit
+    config = Lfm2Config(
+        **same, **wide, num_key_value_heads=KV_HEADS, head_dim=HEAD, layer_types=["conv", "full_attention", "conv"],
+        conv_L_cache=3, block_multiple_of=HIDDEN, block_ffn_dim_multiplier=1.0, block_auto_adjust_ff_dim=False,
+    )  # fmt: skip
+    return Lfm2ForCausalLM(config)
 
 
 def make_adapter(folder: Path, *, seed: int) -> None:

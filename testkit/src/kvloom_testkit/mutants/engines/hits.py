@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
 
 from kvloom_testkit.mutants import Mutant
 from kvloom_testkit.reference.vllm_connector import DirectoryConnector, Metadata
+from kvloom_testkit.reference.vllm_groups import GroupsConnector
 
 
 class NeedsAnotherDevice(Mutant, DirectoryConnector):
@@ -159,3 +160,12 @@ class TakesTheFirstGroup(Mutant, DirectoryConnector, SupportsHMA):
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, Any]:
         return self.request_finished(request, block_ids[0])
+
+
+class TakesTheBlockBefore(Mutant, GroupsConnector):
+    """Fills a state into the block before the one that the request goes on from."""
+
+    breaks = "E31"
+
+    def target(self, request: Any, group: int, block: int) -> int:
+        return super().target(request, group, block - (self.kinds[group] == "MambaSpec"))
