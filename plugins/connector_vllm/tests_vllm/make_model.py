@@ -94,6 +94,16 @@ def _mamba2() -> Any:
     return FalconH1ForCausalLM(config)
 
 
+def _mamba2_alone() -> Any:
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    config = Mamba2Config(
+        vocab_size=512, hidden_size=128, num_hidden_layers=2, num_heads=8, head_dim=32, n_groups=1, state_size=32,
+        bos_token_id=0, eos_token_id=1, pad_token_id=2, initializer_range=0.2,
+    )  # fmt: skip
+    return Mamba2ForCausalLM(config)
+
+
 def _delta_nets() -> Any:
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
@@ -129,9 +139,10 @@ def _latents() -> Any:
 
 
 KINDS = {
-    "convolutions": _convolutions, "mamba2": _mamba2, "delta_nets": _delta_nets, "local": _local, "latents": _latents,
+    "convolutions": _convolutions, "mamba2": _mamba2, "mamba2_alone": _mamba2_alone, "delta_nets": _delta_nets,
+    "local": _local, "latents": _latents,
 }  # fmt: skip
-"""LFM2, Falcon H1, Qwen3-Next, Llama 4 and DeepSeek-V2; all but the last with layers of full attention, too."""
+"""LFM2, Falcon H1, Mamba 2, Qwen3-Next, Llama 4 and DeepSeek-V2."""
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,

@@ -14,6 +14,7 @@ from test_windows import AROUND, generate
 LIMITS: dict[str, dict[str, Any]] = {
     # vLLM's kernels for processors take one of them only with 16 bits, and the other not with checkpoints in a step.
     "delta_nets": {"dtype": "bfloat16"}, "latents": {"dtype": "bfloat16"}, "mamba2": {"max_num_batched_tokens": BLOCK},
+    "mamba2_alone": {"max_num_batched_tokens": BLOCK, "block_size": BLOCK, "enable_prefix_caching": True},
 }  # fmt: skip
 
 
@@ -32,7 +33,7 @@ def state_blobs(folder: Path) -> dict[int, Path]:
     return min(groups.values(), key=len)
 
 
-@pytest.mark.parametrize("kind", ["convolutions", "mamba2", "delta_nets", "local", "latents"])
+@pytest.mark.parametrize("kind", ["convolutions", "mamba2", "mamba2_alone", "delta_nets", "local", "latents"])
 def test_hits_answer_as_the_engines_own_prefix_cache(of_kind: Callable[[str], Run], kind: str) -> None:
     engine, limits = of_kind(kind), LIMITS.get(kind, {})
     prompts = [tokens(number, length) for number, length in enumerate(AROUND, 2)]
