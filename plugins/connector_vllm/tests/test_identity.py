@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_fakes import BLOCK, SlidingWindowSpec, kv_cache_config, layer_spec, vllm_config
+from vllm_fakes import BLOCK, SlidingWindowSpec, kv_cache_config, layer_spec, state_spec, vllm_config
 
 from kvloom import ChunkKey, ConfigError, EngineConfig, MemoryFormat
 from kvloom_connector_vllm import weights
@@ -239,6 +239,54 @@ def test_full_attention_comes_first_and_blocks_are_found_by_the_number_of_their_
         Settings.read({"config": {"chunk_tokens": 5 * BLOCK, "tiers": [MEMORY]}}, ranks=1).groups(found)
 
 
+def test_states_are_bytes_in_elements_of_the_models_dtype(model: Path) -> None:
+    whole = grouped(state_spec(), layer_spec())
+    attention, state = identify_groups(vllm_config(str(model)), whole, rank=0, about=nothing)
+    assert (state.group, state.state, attention.state) == (0, True, False)
+    assert state.spec.dtype == attention.spec.dtype == "float32"
+    assert state.geometry.page_elements == 16, "62 bytes, and two of padding"
+    (alone,) = identify_groups(vllm_config(str(model)), grouped(state_spec()), rank=0, about=nothing)
+    assert (alone.spec.dtype, alone.geometry.page_elements) == ("uint8", 62)
+    read = Settings.read({"config": {"chunk_tokens": 4 * BLOCK, "tiers": [MEMORY]}}, ranks=1)
+    groups = read.groups((attention, state))
+    assert [(group.chunk_tokens, group.state) for group in groups] == [(4 * BLOCK, False), (BLOCK, True)]
+    assert read.by_request((alone,)), "vLLM has no state before the last"
+    without = {"chunk_tokens": 4 * BLOCK, "save_tails": False, "tiers": [MEMORY]}
+    with pytest.raises(ConfigError, match=r"save_tails: .*chunk_tokens: 4"):
+        Settings.read({"config": without}, ranks=1).groups((attention, state))
+    assert Settings.read({"config": {**without, "chunk_tokens": BLOCK}}, ranks=1).groups((attention, state))
+
+
+@pytest.mark.parametrize("change", [
+    {"shapes": ((5, 3), (4, 2))}, {"dtypes": (torch.float16, torch.float32)}, {"mamba_type": "GDN_ATTN"},
+])  # fmt: skip
+def test_states_of_another_form_have_another_name(model: Path, change: dict[str, Any]) -> None:
+    names = []
+    for spec in (state_spec(), state_spec(**change)):
+        one = identify_groups(vllm_config(str(model)), grouped(layer_spec(), spec), rank=0, about=nothing)[1]
+        names.append(Names(one.spec, one.geometry, MemoryFormat.KV_PAGES, chunk_tokens=BLOCK).namespace(Owner()))
+    assert names[0] != names[1]
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"mamba_cache_mode": "all"}, "mamba_cache_mode all.*--mamba-cache-mode align"),
+    ({"mamba_cache_mode": "none"}, "--enable-prefix-caching"), ({"num_speculative_blocks": 2}, "speculative"),
+    ({"block_size": 2 * BLOCK}, "prefix-match-unit"),
+])  # fmt: skip
+def test_states_that_may_not_be_whole_are_refused(model: Path, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        identify_groups(vllm_config(str(model)), grouped(layer_spec(), state_spec(**change)), rank=0, about=nothing)
+
+
+def test_states_that_are_replayed_or_taken_apart_are_refused(model: Path) -> None:
+    config, whole = vllm_config(str(model)), grouped(layer_spec(), state_spec())
+    with pytest.raises(ValueError, match=r"connector: .*write vllm"):
+        identify_groups(config, whole, rank=0, about=nothing, pages=False)
+    config.cache_config.use_replayssm = True
+    with pytest.raises(ValueError, match="use_replayssm"):
+        identify_groups(config, whole, rank=0, about=nothing)
+
+
 @pytest.mark.parametrize(("change", "said"), [
     ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2"),
     ({"decode_context_parallel_size": 2}, "decode_context_parallel_size 2"),
@@ -251,7 +299,7 @@ def test_parallelism_that_is_not_done_is_refused(model: Path, change: dict[str, 
 
 def test_models_that_are_not_done_are_refused(model: Path) -> None:
     config = vllm_config(str(model))
-    for name in ("MambaSpec", "RSWASpec", "SlidingWindowMLASpec", "SinkFullAttentionSpec"):
+    for name in ("RSWASpec", "SlidingWindowMLASpec", "SinkFullAttentionSpec"):
         derived = type(name, (type(layer_spec()),), {})
         with pytest.raises(ValueError, match=f"{name}.*OffloadingConnector"):
             identify_groups(config, grouped(layer_spec(), derived(**vars(layer_spec()))), rank=0, about=nothing)
@@ -391,3 +439,19 @@ def test_a_salt_of_any_length_takes_little_of_what_is_kept_and_sent() -> None:
     owner = owner_of("", "\ud800" * 100_000)
     assert len(pickle.dumps(owner)) < 200 and owner != owner_of("", "x") != owner_of("", "")
     assert owner_of("", "") == Owner()
+
+
+def test_states_are_read_in_the_pages_of_other_layers(model: Path) -> None:
+    whole = grouped(layer_spec(), state_spec())
+    one = identify_groups(vllm_config(str(model)), whole, rank=0, about=nothing)[1]
+    memory, page, blocks = torch.arange(6 * 128).to(torch.int8), 128, 6
+
+    def caches(count: int = blocks, size: int = 62, step: int = page, more: int = 0) -> dict[str, torch.Tensor]:
+        return {name: memory.as_strided((count, 1, 1, size), (step, size, size, 1), more) for name in one.layer_names}
+
+    for pages in pages_of(caches(), one, blocks):
+        assert pages.dtype == torch.float32 and pages.shape == (6, 16) and pages.data_ptr() == memory.data_ptr()
+        assert torch.equal(pages[5].view(torch.int8)[:62], memory[5 * page : 5 * page + 62])
+    for wrong in (caches(5), caches(size=60), caches(size=65), caches(step=62, size=62), caches(2 * blocks, step=64)):
+        with pytest.raises(ValueError, match=r"layers\.2: its states are"):
+            pages_of(wrong, one, blocks)

@@ -9,7 +9,7 @@ import pytest
 from vllm_fakes import BLOCK, FakeRequest
 
 from kvloom import leading
-from kvloom_connector_vllm.plan import IDLE, Group, Hit, Offer, Owner, Scheduled
+from kvloom_connector_vllm.plan import IDLE, Boundary, Group, Hit, Offer, Owner, Scheduled
 from kvloom_connector_vllm.planner import Planner
 from kvloom_connector_vllm.tail import Piece, Pieces
 
@@ -307,3 +307,95 @@ def test_the_tail_is_cut_at_what_blocks_and_hashes_have_in_common() -> None:
     request = FakeRequest("r", list(range(96)))
     pieces = Pieces(chunk_tokens=48, block_tokens=6, hash_tokens=4).of(request.block_hashes, 1)
     assert [(piece.start, piece.end) for piece in pieces] == [(48, 60), (48, 72), (72, 84)]
+
+
+def test_blocks_that_go_to_a_request_that_is_not_kept_are_fenced() -> None:
+    """An adapter's that cannot be identified, for example: the engine computes it, and it is not known here."""
+    one = planner()
+    one.begin(FakeRequest("r", list(range(20))), NOBODY)
+    (save,) = one.step([Scheduled("r", [[1, 2, 3, 4, 5]], True, 0, 20)]).saves
+    one.end("r")
+    assert one.step([Scheduled("stranger", [[9, 8, 1]], True, 8, 10)]).fence == (save.number,)
+    assert one.step([Scheduled("stranger", [[2]], False, 10, 14)]).fence == (save.number,)
+    assert one.step([Scheduled("stranger", (), False, 14, 15)]) is IDLE
+
+
+@pytest.mark.parametrize(("late", "saved"), [(1, True), (2, True), (3, False)])
+def test_a_chunk_that_gets_its_name_after_blocks_were_given_up_is_not_saved(late: int, saved: bool) -> None:
+    """The engine frees a block as soon as the first token of a step does not attend to it."""
+    one = Planner([Group(BLOCK, 16, window=16)], hash_tokens=BLOCK, save_generated=True)
+    request = FakeRequest("r", list(range(13)))
+    one.begin(request, NOBODY)
+    saves = list(one.step([Scheduled("r", [[1, 2, 3, 4]], True, 0, 13)]).saves)
+    for position in range(13, 17 + late):
+        request.tokens.append(position)
+        if position == 16 + late:
+            request.rehash()
+        saves += one.step([Scheduled("r", [[5] if position == 16 else []], False, position, position + 1)]).saves
+    assert [save.blocks for save in saves if save.chunks.digests] == ([(1, 2, 3, 4)] if saved else [])
+
+
+def with_states(*, prompt: int = 22, **settings: Any) -> tuple[Planner, FakeRequest]:
+    """Full attention and states; a request with blocks 1 to 6 for the first."""
+    usual: dict[str, Any] = {"hash_tokens": BLOCK, "save_generated": False}
+    one = Planner([Group(BLOCK, CHUNK), Group(BLOCK, BLOCK, state=True)], **{**usual, **settings})
+    request = FakeRequest("r", list(range(prompt)))
+    one.begin(request, NOBODY)
+    return one, request
+
+
+def test_a_state_is_saved_from_the_block_that_the_engine_names() -> None:
+    one, request = with_states()
+    step = one.step([Scheduled("r", [[1, 2, 3, 4], [0, 0, 0, 9]], True, 0, 16)], [Boundary("r", 1, 9, 16)])
+    (state,) = [save for save in step.saves if save.chunks.group == 1]
+    assert (state.chunks.first, state.chunks.digests) == (3, (request.block_hashes[3],))
+    assert (state.first_block, state.blocks) == (3, (9,))
+    fence = one.step([Scheduled("stranger", [[7], [9]], True, 0, 2)]).fence
+    assert fence == (state.number,), "it is held until it is saved"
+    one.done([state.number])
+    assert not one.step([], [Boundary("r", 1, 9, 16)]).saves, "once"
+    (last,) = one.step([Scheduled("r", [[5, 6], [8, 10]], False, 16, 22)], [Boundary("r", 1, 8, 20)]).saves[-1:]
+    assert (last.chunks.first, last.blocks) == (4, (8,))
+
+
+@pytest.mark.parametrize("why", ["no boundary", "null", "unknown", "generated", "no name", "sealed", "loads", "loaded"])
+def test_a_state_that_is_of_no_use_is_not_saved(why: str) -> None:
+    one, request = with_states(save=why != "loads", save_generated=why == "no name")
+    boundary = Boundary("r", 1, 9, 16)
+    if why == "no boundary":
+        boundary = boundary._replace(tokens=18)
+    if why == "null":
+        boundary = boundary._replace(block=0)
+    if why == "unknown":
+        boundary = boundary._replace(request="s")
+    if why in ("generated", "no name"):
+        request.tokens.extend(range(4))
+        boundary = boundary._replace(tokens=24)
+    if why == "generated":
+        request.rehash()
+    if why == "sealed":
+        one.seal()
+    if why == "loaded":
+        one.loadable("r", 0, Hit(16, (Offer(2), Offer(4))))
+        loads = one.load("r", [[1, 2, 3, 4], [0, 0, 0, 9]], 16)
+        assert [(load.first_block, load.blocks) for load in loads] == [(0, (1, 2, 3, 4)), (3, (9,))]
+    step = one.step([], [boundary])
+    assert not step.saves and not one.reading
+
+
+def test_a_state_is_touched_where_a_hit_of_the_prompt_would_need_it() -> None:
+    for prompt, first in ((22, 4), (20, 4), (3, 0)):
+        one, request = with_states(prompt=prompt)
+        step = one.step([Scheduled("r", [[1] * 6, [0] * 5 + [9]], True, 0, prompt)])
+        touched = [chunks for chunks in step.touched if chunks.group == 1]
+        expected = [(first, (request.block_hashes[first],))] if prompt >= BLOCK else []
+        assert [(chunks.first, chunks.digests) for chunks in touched] == expected
+
+
+def test_a_hit_ends_at_a_state_that_every_group_reaches() -> None:
+    one, _ = with_states(prompt=40, tails=False)
+    states = [number in (1, 3, 6) for number in range(10)]
+    for whole, tokens in ((5, 28), (3, 16), (1, 8), (0, 0)):
+        hit, _ = one.reach("r", 0, [[True] * whole + [False] * (5 - whole), states], lambda group, number: ())
+        assert (hit.tokens, hit.offers[1].chunks) == (tokens, tokens // BLOCK)
+    assert one.reach("r", 16, [[True] * 3, [False] * 10], lambda group, number: ())[0].tokens == 16

@@ -13,7 +13,7 @@ from test_planner import NOBODY
 from vllm_fakes import BLOCK, FakeRequest
 
 from kvloom import leading
-from kvloom_connector_vllm.plan import NULL, Chunks, Group, Move, Scheduled
+from kvloom_connector_vllm.plan import NULL, Boundary, Chunks, Group, Move, Scheduled
 from kvloom_connector_vllm.planner import Planner
 from kvloom_connector_vllm.reach import reach
 from kvloom_connector_vllm.tail import Piece
@@ -24,6 +24,8 @@ KINDS = (
     [{"blocks": 3}, {"window": 5}], [{"blocks": 2, "window": 30}, {"window": 9, "blocks": 3}, {"window": 2}],
 )  # fmt: skip
 """Models: of each group of layers, what a token attends to, and the size of a block in the smallest ones."""
+STATES = ([{"state": 1}], [{}, {"state": 1}], [{"state": 1}, {"window": 7}, {}, {"state": 1}])
+"""Those with states: only the last token's is there."""
 
 
 def groups_of(kinds: Sequence[dict[str, int]], blocks: int) -> list[Group]:
@@ -32,14 +34,16 @@ def groups_of(kinds: Sequence[dict[str, int]], blocks: int) -> list[Group]:
     return [
         Group.of(
             BLOCK * kind.get("blocks", 1), most=blocks * unit, hash_tokens=BLOCK, window=kind.get("window", 0),
-            span=kind.get("span", 0),
+            span=kind.get("span", 0), state=bool(kind.get("state")),
         )
         for kind in kinds
     ]  # fmt: skip
 
 
 def attended(kind: dict[str, int], tokens: int) -> range:
-    """The positions that the token behind these attends to, before itself."""
+    """The positions that the token behind these attends to, before itself; of a state, the one that it stands for."""
+    if kind.get("state"):
+        return range(max(0, tokens - 1), tokens)
     window, span = kind.get("window", 0), kind.get("span", 0)
     near = (place for place in range(tokens) if not window or tokens - place < window)
     return range(next((place for place in near if not span or place // span == tokens // span), tokens), tokens)
@@ -52,7 +56,10 @@ class Engine(RuleBasedStateMachine):
     """
 
     @initialize(
-        kinds=st.sampled_from(KINDS), save_generated=st.booleans(), tails=st.booleans(), blocks=st.integers(1, 5)
+        kinds=st.sampled_from(KINDS + STATES),
+        save_generated=st.booleans(),
+        tails=st.booleans(),
+        blocks=st.integers(1, 5),
     )
     def open(self, kinds: Sequence[dict[str, int]], save_generated: bool, tails: bool, blocks: int) -> None:
         self.kinds, self.groups = kinds, groups_of(kinds, blocks)
@@ -91,7 +98,9 @@ class Engine(RuleBasedStateMachine):
         new = []
         for group, table in zip(self.groups, self.tables[name], strict=True):
             need = -(-tokens // group.block_tokens) - len(table)
-            new.append([self.free.pop((7 * self.count) % len(self.free)) for _ in range(need)])
+            skipped = max(0, need - 1) if group.state else 0
+            own = [self.free.pop((7 * self.count) % len(self.free)) for _ in range(need - skipped)]
+            new.append([NULL] * skipped + own)
             table.extend(new[-1])
         return new
 
@@ -239,11 +248,16 @@ class Engine(RuleBasedStateMachine):
         before = self.computed[name]
         new = self._grow(name, before + count)
         blocks = [list(table) for table in self.tables[name]] if fresh else new
-        self._step([Scheduled(name, blocks, fresh, before, before + count)], name)
+        whole = [
+            Boundary(name, number, self.tables[name][number][-1], before + count)
+            for number, group in enumerate(self.groups)
+            if group.state and not (before + count) % group.block_tokens
+        ]
+        self._step([Scheduled(name, blocks, fresh, before, before + count)], name, boundaries=whole)
         self.computed[name] = before + count
 
-    def _step(self, scheduled: list[Scheduled], *computing: str) -> None:
-        step = self.planner.step(scheduled)
+    def _step(self, scheduled: list[Scheduled], *computing: str, boundaries: Sequence[Boundary] = ()) -> None:
+        step = self.planner.step(scheduled, boundaries)
         self.pending.clear()
         self._begin(step.ended)
         for number in step.fence:
@@ -259,7 +273,7 @@ class Engine(RuleBasedStateMachine):
         for name, part in zip(computing, scheduled, strict=True):
             self._attended(name, part.computed)
             for number, group in enumerate(self.groups):
-                for position in range(part.computed, part.after):
+                for position in range(part.after - 1 if group.state else part.computed, part.after):
                     block = self.tables[name][number][position // group.block_tokens]
                     token = self._token(self.requests[name], number, position)
                     self.memory[block][position % group.block_tokens] = token
@@ -270,7 +284,10 @@ class Engine(RuleBasedStateMachine):
             self.reading[save.number] = save
             request, group = self.requests[save.request], save.chunks.group
             for digest, start, end in self._spans(save.chunks):
-                kv_of_tokens = tuple(self._token(request, group, position) for position in range(start, end))
+                alone = self.groups[group].state
+                kv_of_tokens = tuple(
+                    self._token(request, group, position) for position in range(end - 1 if alone else start, end)
+                )
                 assert self.expected.setdefault((group, digest), kv_of_tokens) == kv_of_tokens, "one name, one KV"
 
     def _read(self, number: int) -> None:
@@ -280,7 +297,8 @@ class Engine(RuleBasedStateMachine):
         first = save.first_block * size
         for digest, start, end in self._spans(save.chunks):
             self.store[group, digest] = tuple(kv[start - first : end - first])
-            assert self.store[group, digest] == self.expected[group, digest], "the name of a chunk is that of its KV"
+            right = self.expected[group, digest]
+            assert self.store[group, digest][-len(right) :] == right, "the name of a chunk is that of its KV"
         assert end - first == len(kv), "no block is read for nothing"
         self.planner.done([number])
 

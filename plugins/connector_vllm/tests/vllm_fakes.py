@@ -57,6 +57,20 @@ class SlidingWindowSpec(SimpleNamespace):
     """The same."""
 
 
+class MambaSpec(SimpleNamespace):
+    """The same."""
+
+
+def state_spec(**changes: Any) -> MambaSpec:
+    """States of 3 x 5 and 4 x 2 elements, in a page of the size of attention's."""
+    fields: dict[str, Any] = {
+        "block_size": BLOCK, "shapes": ((3, 5), (4, 2)), "dtypes": (torch.bfloat16, torch.float32),
+        "real_page_size_bytes": 30 + 32, "page_size_bytes": 2 * BLOCK * 16 * 4, "mamba_type": "MAMBA2", "num_heads": 1,
+        "mamba_cache_mode": "align", "num_speculative_blocks": 0,
+    }  # fmt: skip
+    return MambaSpec(**{**fields, **changes})
+
+
 def layer_spec(**changes: Any) -> FullAttentionSpec:
     fields: dict[str, Any] = {
         "block_size": BLOCK, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32, "sliding_window": None,

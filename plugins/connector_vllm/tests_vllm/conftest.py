@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +132,20 @@ def hybrid(warm: Warm, gemma: Path, tmp_path: Path) -> Run:
 @pytest.fixture
 def windowed(warm: Warm, mistral: Path, tmp_path: Path) -> Run:
     return Run(warm, mistral, tmp_path)
+
+
+@pytest.fixture
+def of_kind(warm: Warm, tiny: Path, tmp_path: Path) -> Callable[[str], Run]:
+    """Runs scripts with a model of one of the kinds that `make_model.KINDS` names."""
+
+    def made(kind: str) -> Run:
+        import make_model
+
+        folder = tiny.with_name(f"kvloom-vllm-{kind}")
+        make_model.make_kind(kind, folder, tokenizer=tiny)
+        return Run(warm, folder, tmp_path)
+
+    return made
 
 
 def memory(capacity: str = "64MiB") -> dict[str, Any]:

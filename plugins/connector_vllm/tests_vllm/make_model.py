@@ -68,6 +68,82 @@ def make_windowed(folder: Path, *, tokenizer: Path, window: int = 256) -> None:
     _make_once(folder, tokenizer, lambda: MistralForCausalLM(MistralConfig(**_SHAPE, sliding_window=window)))
 
 
+def make_kind(kind: str, folder: Path, *, tokenizer: Path) -> None:
+    """A random model of one of `KINDS`; with the tokenizer of another."""
+    _make_once(folder, tokenizer, KINDS[kind])
+
+
+def _convolutions() -> Any:
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    wide = {"conv_dim": 256, "conv_dim_out": 256, "block_dim": 256, "block_ff_dim": 512, "block_multiple_of": 256}
+    config = Lfm2Config(
+        **_SHAPE, **wide, layer_types=["conv", "full_attention"] * 2, conv_L_cache=3, block_ffn_dim_multiplier=1.0,
+        block_auto_adjust_ff_dim=False,
+    )  # fmt: skip
+    return Lfm2ForCausalLM(config)
+
+
+def _mamba2() -> Any:
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    few = {**_SHAPE, "num_hidden_layers": 2}
+    config = FalconH1Config(
+        **few, mamba_d_ssm=256, mamba_n_heads=8, mamba_d_head=32, mamba_n_groups=1, mamba_d_state=32
+    )
+    return FalconH1ForCausalLM(config)
+
+
+def _mamba2_alone() -> Any:
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    config = Mamba2Config(
+        vocab_size=512, hidden_size=128, num_hidden_layers=2, num_heads=8, head_dim=32, n_groups=1, state_size=32,
+        bos_token_id=0, eos_token_id=1, pad_token_id=2, initializer_range=0.2,
+    )  # fmt: skip
+    return Mamba2ForCausalLM(config)
+
+
+def _delta_nets() -> Any:
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 1, "mlp_only_layers": [0, 1, 2], "moe_intermediate_size": 128}
+    shape = {**_SHAPE, "num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.1}
+    config = Qwen3NextConfig(
+        **shape, **experts, shared_expert_intermediate_size=128, linear_num_key_heads=1, linear_num_value_heads=1,
+        linear_key_head_dim=128, linear_value_head_dim=128, layer_types=["linear_attention"] * 3 + ["full_attention"],
+    )  # fmt: skip
+    return Qwen3NextForCausalLM(config)
+
+
+def _local() -> Any:
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    dense = {"moe_layers": [], "interleave_moe_layer_step": 8, "num_local_experts": 1, "num_experts_per_tok": 1}
+    config = Llama4TextConfig(
+        **_SHAPE, **dense, intermediate_size_mlp=512, attention_chunk_size=256, no_rope_layers=[1, 0, 1, 0]
+    )
+    return Llama4ForCausalLM(config)
+
+
+def _latents() -> Any:
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    shape = {name: value for name, value in _SHAPE.items() if name != "head_dim"}
+    config = DeepseekV2Config(
+        **{**shape, "num_hidden_layers": 2, "num_key_value_heads": 8}, kv_lora_rank=512, q_lora_rank=None,
+        qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=4, first_k_dense_replace=2,
+        n_shared_experts=1, moe_intermediate_size=128, num_experts_per_tok=1, n_group=1, topk_group=1,
+    )  # fmt: skip
+    return DeepseekV2ForCausalLM(config)
+
+
+KINDS = {
+    "convolutions": _convolutions, "mamba2": _mamba2, "mamba2_alone": _mamba2_alone, "delta_nets": _delta_nets,
+    "local": _local, "latents": _latents,
+}  # fmt: skip
+"""LFM2, Falcon H1, Mamba 2, Qwen3-Next, Llama 4 and DeepSeek-V2."""
+
 _SHAPE: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1,

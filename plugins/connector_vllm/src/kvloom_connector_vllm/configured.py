@@ -71,12 +71,17 @@ class Settings:
         blocks = lcm(*(one.geometry.block_tokens for one in identities))
         self._whole(blocks)
         if self.by_request(identities) and not self.async_load:
-            text = "with windows, or several groups of KV cache, a request has to wait for its KV; remove it"
+            text = "with windows, states or several groups of KV cache, a request has to wait for its KV; remove it"
             raise ConfigError("kv_connector_extra_config.async_load", text)
+        if any(one.state for one in identities) and not (self.engine.save_tails or self.engine.chunk_tokens == blocks):
+            text = (
+                f"states are kept at the ends of prompts, where no chunk ends; remove it, or set chunk_tokens: {blocks}"
+            )
+            raise ConfigError("save_tails", text)
         return tuple(
             Group.of(
                 one.geometry.block_tokens, most=self.engine.chunk_tokens, hash_tokens=one.hash_tokens,
-                window=one.window, span=one.span,
+                window=one.window, span=one.span, state=one.state,
             )
             for one in identities
         )  # fmt: skip
@@ -84,7 +89,7 @@ class Settings:
     @staticmethod
     def by_request(identities: Sequence[Identity]) -> bool:
         """A request cannot go on behind a block that was not loaded, because vLLM has given up others before it."""
-        return len(identities) > 1 or any(one.window or one.span for one in identities)
+        return len(identities) > 1 or any(one.window or one.span or one.state for one in identities)
 
     def _whole(self, block_tokens: int) -> None:
         chunk = self.engine.chunk_tokens

@@ -14,6 +14,8 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvloom import KVSpec, one_line
 
 from .paged.settings import Geometry
@@ -24,8 +26,11 @@ log = logging.getLogger(__name__)
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _WINDOW = "SlidingWindowSpec"
 _LOCAL = "ChunkedLocalAttentionSpec"
+_STATE = "MambaSpec"
 _CONTENT = ("head_size_v", "num_head_slots", "state_content_bytes", "tokens_per_state")
 """Attributes of a layer's specification that attention backends may change."""
+_STATES = ("mamba_type", "shapes", "dtypes", "num_heads", "block_size")
+"""Everything that the bytes of a state depend on."""
 _OFFLOADING = "for others use vLLM's OffloadingConnector with kvloom's spec (docs/use/vllm.md)"
 _BLOCK_IN_ONE_PIECE = {"LBHNC", "LBNHC", "BLHNC", "BLNHC"}
 _PLAIN_QUANTISATION = {"NONE", "FP8_PER_TENSOR"}
@@ -46,6 +51,7 @@ class Identity:
     window: int = 0
     """See `plan.Group`."""
     span: int = 0
+    state: bool = False
 
     def of_rank(self, rank: int) -> KVSpec:
         return replace(self.spec, rank=rank)
@@ -90,9 +96,15 @@ def identify_groups(
     revision, quantised = revision_of(model, config), str(config.cache_config.cache_dtype)
     blocks = [int(layer.block_size) for layer in layers]
     hash_tokens = int(getattr(kv_cache_config, "hash_block_size", None) or gcd(*blocks))
+    dtype = next((layer.dtype for layer in layers if not _is(layer, _STATE)), torch.uint8)
     found = []
     for number, (group, layer) in enumerate(zip(kv_cache_config.kv_cache_groups, layers, strict=True)):
-        names, latent = tuple(group.layer_names), _is(layer, "MLAAttentionSpec")
+        names, latent, state = tuple(group.layer_names), _is(layer, "MLAAttentionSpec"), _is(layer, _STATE)
+        if state:
+            _check_states(config, layer, hash_tokens=hash_tokens, pages=pages)
+            page_bytes = -(-int(layer.real_page_size_bytes) // dtype.itemsize) * dtype.itemsize
+        else:
+            page_bytes = int(getattr(layer, "unpadded_page_size_bytes", layer.page_size_bytes))
         window = layer.sliding_window + getattr(layer, "extra_retained_tokens", 0) if _is(layer, _WINDOW) else 0
         span = layer.attention_chunk_size if _is(layer, _LOCAL) else 0
         spec = KVSpec(
@@ -100,20 +112,19 @@ def identify_groups(
             revision=revision,
             rope=plain_json(getattr(text_config(model), "rope_parameters", None) or {}),
             num_layers=len(names),
-            num_kv_heads=int(layer.num_kv_heads),
-            head_size=int(layer.head_size),
-            dtype=str(layer.dtype).removeprefix("torch."),
-            kv_planes=1 if latent else 2,
+            num_kv_heads=1 if state else int(layer.num_kv_heads),
+            head_size=page_bytes // dtype.itemsize if state else int(layer.head_size),
+            dtype=str(dtype).removeprefix("torch."),
+            kv_planes=1 if latent or state else 2,
             kv_quantization="" if quantised == "auto" else quantised,
             world_size=int(config.parallel_config.tensor_parallel_size),
             rank=rank,
-            replicated=latent,
+            replicated=latent or bool(getattr(layer, "tp_replicated", False)),
         )
-        page_bytes = int(getattr(layer, "unpadded_page_size_bytes", layer.page_size_bytes))
         geometry = Geometry(
             layers=len(names),
             block_tokens=int(layer.block_size),
-            page_elements=page_bytes // layer.dtype.itemsize,
+            page_elements=page_bytes // dtype.itemsize,
             identity={
                 "hash": algorithm,
                 "compute_dtype": str(model.dtype),
@@ -121,12 +132,13 @@ def identify_groups(
                 "spec": type(layer).__name__,
                 "window": str(getattr(layer, "sliding_window", None)),
                 **({"span": span} if span else {}),
+                **({"state": str([getattr(layer, name, None) for name in _STATES])} if state else {}),
                 "content": str([getattr(layer, name, None) for name in _CONTENT]),
                 **({"layout": str(layout), **about(layer)} if pages else {}),
             },
         )
-        found.append(Identity(spec, geometry, names, hash_tokens, number, window, span))
-    return tuple(sorted(found, key=lambda one: bool(one.window or one.span)))
+        found.append(Identity(spec, geometry, names, hash_tokens, number, window, span, state))
+    return tuple(sorted(found, key=lambda one: bool(one.window or one.span or one.state)))
 
 
 class Adapters:
@@ -182,7 +194,7 @@ def layer_specs(kv_cache_config: Any) -> list[Any]:
     layers = [_layer_of(group) for group in kv_cache_config.kv_cache_groups]
     if not layers:
         raise ValueError("no groups of KV cache: there is nothing to keep")
-    dtypes = sorted({str(layer.dtype) for layer in layers})
+    dtypes = sorted({str(layer.dtype) for layer in layers if not _is(layer, _STATE)})
     if len(dtypes) > 1:
         raise ValueError(f"KV of {' and '.join(dtypes)} in one model: kvloom keeps one dtype; {_OFFLOADING}")
     return layers
@@ -208,7 +220,7 @@ def _layer_of(group: Any) -> Any:
     spec = group.kv_cache_spec
     layers = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
     first = layers[0]
-    known = (*_FULL, _WINDOW, _LOCAL)
+    known = (*_FULL, _WINDOW, _LOCAL, _STATE)
     if not any(_is(first, name) for name in known) or any(other != first for other in layers):
         kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
         raise ValueError(
@@ -220,6 +232,27 @@ def _layer_of(group: Any) -> Any:
     if mode not in _PLAIN_QUANTISATION:
         raise ValueError(f"quantised KV ({mode}): its scales are not kept; use --kv-cache-dtype auto or fp8")
     return first
+
+
+def _check_states(config: Any, layer: Any, *, hash_tokens: int, pages: bool) -> None:
+    """Raise ValueError, naming it, where a block does not hold one state, at its end, in pages as they are."""
+    cache = config.cache_config
+    if layer.mamba_cache_mode != "align":
+        raise ValueError(
+            f"mamba_cache_mode {layer.mamba_cache_mode}: vLLM says only with align where a state is whole; "
+            "use --enable-prefix-caching and --mamba-cache-mode align"
+        )
+    if layer.num_speculative_blocks:
+        raise ValueError("speculative decoding with states: guessed tokens are in them; remove --speculative-config")
+    if getattr(cache, "use_replayssm", False):
+        raise ValueError("use_replayssm: a state is not whole without what is to be replayed; remove --use-replayssm")
+    if layer.block_size != hash_tokens:
+        raise ValueError(
+            f"blocks of {layer.block_size} tokens, hashes of {hash_tokens}: vLLM then moves states to blocks that it "
+            "does not name; remove --prefix-match-unit, or set --block-size so that all groups have the same"
+        )
+    if not pages:
+        raise ValueError("connector: states are neither K nor V; write vllm, which keeps the engine's pages")
 
 
 def _is(layer: Any, name: str) -> bool:

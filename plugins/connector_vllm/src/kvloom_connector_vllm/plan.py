@@ -29,7 +29,7 @@ NULL = 0
 class Group:
     """Layers that have their blocks from one table of the engine's, and attend to the same tokens.
 
-    Full attention, unless there is a `window` or a `span`.
+    Full attention, unless there is a `window` or a `span`, or it is a `state`.
     """
 
     block_tokens: int
@@ -39,22 +39,29 @@ class Group:
     """Tokens that a token attends to, itself included."""
     span: int = 0
     """A token attends to those before it since the last multiple of so many tokens."""
+    state: bool = False
+    """A token needs the state behind the one before it, and nothing else. A block holds one state, which is that of its
+    last token where the engine says so (`Boundary`); a chunk is a block."""
 
     @property
     def full(self) -> bool:
-        return not (self.window or self.span)
+        return not (self.window or self.span or self.state)
 
     def first(self, tokens: int) -> int:
         """The first token that the one after the first `tokens` ones attends to. Grows with `tokens`."""
-        if self.window:
-            return max(0, tokens + 1 - self.window)
+        if self.window or self.state:
+            return max(0, tokens + 1 - (self.window or 2))
         return tokens - tokens % self.span if self.span else 0
 
     @classmethod
-    def of(cls, block_tokens: int, *, most: int, hash_tokens: int, window: int = 0, span: int = 0) -> Group:
+    def of(
+        cls, block_tokens: int, *, most: int, hash_tokens: int, window: int = 0, span: int = 0, state: bool = False
+    ) -> Group:  # fmt: skip
         """A group with chunks of `most` tokens at most: so short that the engine still has all of a chunk when its last
         token is computed. They are whole blocks and hashes, and divide `most`.
         """
+        if state:
+            return cls(block_tokens, block_tokens, state=True)
         unit = lcm(block_tokens, hash_tokens)
         fits = (size for size in range(most, 0, -unit) if most % size == 0)
         if window:
@@ -133,6 +140,17 @@ class Scheduled(NamedTuple):
     """Number of tokens whose KV is in place before the step."""
     after: int
     """Tokens whose KV is certain to be there after it: without those that are only guessed."""
+
+
+class Boundary(NamedTuple):
+    """A block that holds the state at a boundary of blocks once the step has been computed, and until it is given to
+    another request."""
+
+    request: str
+    group: int
+    block: int
+    tokens: int
+    """The number of tokens that the state stands for."""
 
 
 class Offer(NamedTuple):

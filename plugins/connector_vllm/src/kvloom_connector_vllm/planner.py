@@ -15,7 +15,7 @@ from math import inf, lcm
 
 from kvloom import leading
 
-from .plan import IDLE, NOTHING, NULL, Chunks, Group, Hit, Move, Offer, Owner, Request, Scheduled, Step
+from .plan import IDLE, NOTHING, NULL, Boundary, Chunks, Group, Hit, Move, Offer, Owner, Request, Scheduled, Step
 from .reach import reach
 from .tail import Piece, Pieces
 
@@ -248,7 +248,7 @@ class Planner:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def step(self, scheduled: Iterable[Scheduled]) -> Step:
+    def step(self, scheduled: Iterable[Scheduled], boundaries: Iterable[Boundary] = ()) -> Step:
         """The operations of a step. Call once for each."""
         saves: list[Move] = []
         touched: list[Chunks] = []
@@ -256,22 +256,25 @@ class Planner:
         for load in self._loads:
             self._fence(load.blocks, fence)
         for one in scheduled:
+            if self._readers and one.blocks:
+                for group, table in zip(self.groups, one.blocks, strict=True):
+                    # What is there already is not written to.
+                    self._fence(table[one.computed // group.block_tokens :] if one.fresh else table, fence)
             state = self._states.get(one.request)
-            if state is None:
+            if state is None:  # nothing of it is kept
                 continue
             if one.fresh:
                 for track, table in zip(state.tracks, one.blocks, strict=True):
                     track.blocks = list(table)
-                    # What is there already is not written to.
-                    self._fence(table[one.computed // self.groups[track.group].block_tokens :], fence)
                     touched.append(self._prompt(state, track))
             elif one.blocks:
                 for track, table in zip(state.tracks, one.blocks, strict=True):
                     track.blocks.extend(table)
-                    self._fence(table, fence)
             state.computed = one.after
             if one.after >= state.due and self._saves(state):
                 state.due = min([self._save(state, track, one, saves) for track in state.tracks])
+        for boundary in boundaries:
+            self._save_state(boundary, saves)
         ended = self._unneeded(fence)
         chains = tuple(chunks for chunks in touched if chunks.digests or chunks.pieces)
         step = Step(tuple(self._loads), tuple(saves), ended, chains, tuple(sorted(fence)), tuple(self._cancelled))
@@ -337,7 +340,7 @@ class Planner:
         tokens = state.request.num_prompt_tokens
         last = self._complete(state, track.group, tokens)
         group = self.groups[track.group]
-        first = min(last, group.first(tokens) // group.chunk_tokens)
+        first = min(last, group.first(last * group.chunk_tokens if group.state else tokens) // group.chunk_tokens)
         return self._named(state, track.group, first, last)._replace(pieces=self._tail(state, track, last, tokens))
 
     def _tail(self, state: _State, track: _Track, number: int, tokens: int) -> tuple[Piece, ...]:
@@ -347,7 +350,10 @@ class Planner:
         return tuple(leading(there, number * self.groups[track.group].chunk_tokens))
 
     def _due(self, state: _State, track: _Track) -> float:
-        """Tokens after which there is KV that is not saved, if they are computed."""
+        """Tokens after which there is KV that is not saved, if they are computed. States are saved when they are
+        named."""
+        if self.groups[track.group].state:
+            return inf
         prompt, whole = state.request.num_prompt_tokens, (track.saved + 1) * self.groups[track.group].chunk_tokens
         if not self._save_generated and whole > prompt:
             return inf if track.tail_saved else prompt
@@ -375,8 +381,21 @@ class Planner:
             saves.append(move)
         return self._due(state, track)
 
+    def _save_state(self, boundary: Boundary, saves: list[Move]) -> None:
+        state, group = self._states.get(boundary.request), self.groups[boundary.group]
+        chunk, part = divmod(boundary.tokens, group.block_tokens)
+        if state is None or part or boundary.block == NULL or not self._saves(state):
+            return
+        tokens = boundary.tokens if self._save_generated else min(boundary.tokens, state.request.num_prompt_tokens)
+        track = state.tracks[boundary.group]
+        if track.saved < chunk <= self._complete(state, boundary.group, tokens):
+            track.saved = chunk
+            saves.append(self._read(state, self._named(state, boundary.group, chunk - 1, chunk), (boundary.block,)))
+
     def _save_end(self, state: _State, track: _Track, blocks: Sequence[int]) -> Move | None:
         """Save what a request that is over has computed beyond what is saved, its last whole blocks included."""
+        if self.groups[track.group].state:
+            return None
         # The last token was chosen, and not computed with.
         size = self.groups[track.group].block_tokens
         tokens = min(state.computed, state.request.num_tokens - 1, len(blocks) * size)
@@ -408,15 +427,19 @@ class Planner:
         if not (first < last or pieces):
             return None
         begins = first * step if first < last else pieces[0].start
-        blocks = tuple(table[begins // size : ends // size])
         chunks = self._named(state, track.group, min(first, last), last)._replace(pieces=pieces)
-        move = Move(self._number(), state.request.request_id, chunks, begins // size, blocks)
+        return self._read(state, chunks, tuple(table[begins // size : ends // size]))
+
+    def _read(self, state: _State, chunks: Chunks, blocks: tuple[int, ...]) -> Move:
+        """A save of these chunks, which reads these blocks until it is done."""
+        group = self.groups[chunks.group]
+        begins = chunks.first * group.chunk_tokens if chunks.digests else chunks.pieces[0].start
+        move = Move(self._number(), state.request.request_id, chunks, begins // group.block_tokens, blocks)
         self._reading[move.number] = blocks
         for block in blocks:
             self._readers.setdefault(block, set()).add(move.number)
         return move
 
     def _fence(self, blocks: Sequence[int], fence: set[int]) -> None:
-        if self._readers:
-            for block in blocks:
-                fence.update(self._readers.get(block, ()))
+        for block in blocks:
+            fence.update(self._readers.get(block, ()))

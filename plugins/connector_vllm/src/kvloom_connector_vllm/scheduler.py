@@ -15,7 +15,7 @@ from kvloom import ChunkKey, Index, leading
 
 from .announcing import Announcement, Announcer
 from .names import Names
-from .plan import Chunks, Group, Hit, Owner, Request, Scheduled, Step
+from .plan import Boundary, Chunks, Group, Hit, Owner, Request, Scheduled, Step
 from .planner import Planner
 from .tail import Piece
 
@@ -206,8 +206,10 @@ class Scheduler:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def orders(self, scheduled: Iterable[Scheduled], *, idle: bool = False) -> Orders:
-        step = self._planner.step(scheduled)
+    def orders(
+        self, scheduled: Iterable[Scheduled], boundaries: Iterable[Boundary] = (), *, idle: bool = False
+    ) -> Orders:  # fmt: skip
+        step = self._planner.step(scheduled, boundaries)
         for save in (*step.saves, *step.ended):
             self._waiting[save.number] = len(self._ranks)
         if self._announcer is not None:

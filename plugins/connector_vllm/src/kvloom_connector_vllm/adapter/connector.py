@@ -27,7 +27,7 @@ from ..announcing import Announcer
 from ..configured import Settings, has_shared_tier
 from ..names import Names, owner_of
 from ..paged.views import pages_of
-from ..plan import Owner, Scheduled
+from ..plan import Boundary, Owner, Scheduled
 from ..planner import Planner
 from ..scheduler import MEMORY, Orders, Report, Scheduler, patience_of
 from ..worker import Part, Worker
@@ -182,7 +182,8 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> Metadata:
         assert self._scheduler is not None
         idle = scheduler_output.total_num_scheduled_tokens == 0
-        return Metadata(self._scheduler.orders(self._scheduled(scheduler_output), idle=idle))
+        boundaries = self._boundaries(getattr(scheduler_output, "kv_connector_block_state", None))
+        return Metadata(self._scheduler.orders(self._scheduled(scheduler_output), boundaries, idle=idle))
 
     def update_connector_output(self, connector_output: Any) -> None:
         assert self._scheduler is not None
@@ -334,6 +335,14 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         ):
             fresh = request in running.resumed_req_ids
             yield Scheduled(request, self._by_group(blocks or ()), fresh, computed, after(request, computed))
+
+    def _boundaries(self, blocks: Any) -> Iterator[Boundary]:
+        """The states of a KVConnectorBlockState."""
+        if blocks is not None and blocks.boundary_state_offloads:
+            ours = {one.group: number for number, one in enumerate(self._identities)}
+            for request, states in blocks.boundary_state_offloads.items():
+                for group, block, tokens in states:
+                    yield Boundary(request, ours[group], block, tokens)
 
 
 def _tensor_rank() -> int:

@@ -18,12 +18,21 @@ def about_model(config: Any, layer: Any) -> dict[str, str | int | bool]:
     found: dict[str, str | int | bool] = {"vllm": vllm.__version__, "platform": str(current_platform.device_type)}
     backend = getattr(getattr(config, "attention_config", None), "backend", None)
     found["backend"] = str(getattr(backend, "name", backend))
-    if current_platform.is_cpu():
+    if not hasattr(layer, "head_size"):
+        found["states"] = _state_layout()
+    elif current_platform.is_cpu():
         found["isa"] = isa_of(config, layer.dtype, layer.block_size, layer.head_size)
     seed = _hash_seed()
     if seed:
         found["hash_seed"] = seed
     return found
+
+
+def _state_layout() -> str:
+    """The order of a convolution's state, which is square where its shape says nothing."""
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    return "dim first" if is_conv_state_dim_first() else "dim last"
 
 
 def check_version() -> None:

@@ -19,7 +19,8 @@ def pages_of(kv_caches: Mapping[str, torch.Tensor], identity: Identity, num_bloc
     if missing:
         raise ValueError(f"layer {missing[0]}: vLLM registered no KV cache for it")
     elements, dtype = identity.geometry.page_elements, identity.spec.torch_dtype
-    return [_pages(name, kv_caches[name], num_blocks, elements, dtype) for name in identity.layer_names]
+    pages = _states if identity.state else _pages
+    return [pages(name, kv_caches[name], num_blocks, elements, dtype) for name in identity.layer_names]
 
 
 def _pages(name: str, cache: torch.Tensor, num_blocks: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -41,6 +42,23 @@ def _pages(name: str, cache: torch.Tensor, num_blocks: int, elements: int, dtype
         raise ValueError(f"layer {name}: a block has {expected} elements, not the {elements} of its specification")
     rows = torch.as_strided(cache, (num_blocks, elements), (cache.stride(0), 1), cache.storage_offset())
     return rows if rows.dtype == dtype else rows.view(dtype)
+
+
+def _states(name: str, cache: torch.Tensor, num_blocks: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes of states as elements of a dtype, the last of which may be padding; another page's is never reached."""
+    size, step = cache[0].numel(), cache.stride(0)
+    pages, wanted = cache.shape[0], elements * dtype.itemsize
+    if (
+        cache.element_size() != 1
+        or pages != num_blocks
+        or not cache[0].is_contiguous()
+        or not wanted - dtype.itemsize < size <= wanted <= step
+    ):
+        raise ValueError(
+            f"layer {name}: its states are {list(cache.shape)} of {cache.dtype} with strides {cache.stride()}, not "
+            f"{num_blocks} blocks of {wanted} bytes in one piece"
+        )
+    return torch.as_strided(cache, (num_blocks, wanted), (step, 1), cache.storage_offset()).view(dtype)
 
 
 _DIGIT = 128
