@@ -69,6 +69,8 @@ class Settings:
     """Seconds that a client may take to send a request, to take a piece of an answer, and between two requests."""
     max_body: int = 32 << 20
     max_requests: int = 512
+    max_bodies: int = 1 << 30
+    """Bytes of all requests together. One that does not say its size counts as the largest."""
     max_connections: int = 1024
     """Fewer where the process may open few files."""
 
@@ -79,7 +81,7 @@ class Proxy:
         self._most_connections = affordable(settings.max_connections)
         self._session: aiohttp.ClientSession | None = None
         self._prefill_down_until = 0.0
-        self._requests = 0
+        self._requests = self._bytes = 0
         self._active: dict[Any, float] = {}
         """Time of the last activity of each connection; infinity while it is working."""
         self._transports: dict[Any, Any] = {}
@@ -106,15 +108,27 @@ class Proxy:
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         if not request.path.startswith(PASSED_ON) or ".." in request.path:
             return problem(404, "not_found_error", f"{request.path} is not passed on")
-        if self._requests >= self.settings.max_requests:
+        size = self._size(request)
+        if self._requests >= self.settings.max_requests or self._bytes + size > self.settings.max_bodies:
             return problem(503, "overloaded_error", "too many requests at once", {"Retry-After": "1"})
         self._requests += 1
+        self._bytes += size
         self._active[request.protocol] = float("inf")
         try:
             return await self._answer(request)
         finally:
             self._requests -= 1
+            self._bytes -= size
             self._active[request.protocol] = time.monotonic()
+
+    def _size(self, request: web.Request) -> int:
+        """Bytes of a request, at most."""
+        most = self.settings.max_body
+        if not request.can_read_body:
+            return 0
+        if request.content_length is None or "Content-Encoding" in request.headers:
+            return most
+        return min(request.content_length, most)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -366,7 +380,8 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     plain = Settings("", "")
-    for name in ("wait", "timeout", "prefill_timeout", "silence", "max_body", "max_requests", "max_connections"):
+    for name in ("wait", "timeout", "prefill_timeout", "silence", "max_body", "max_requests", "max_bodies",
+                 "max_connections"):  # fmt: skip
         default = getattr(plain, name)
         kind = waiting if name == "wait" else seconds if isinstance(default, float) else count
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help="%(default)s")

@@ -7,6 +7,7 @@ import resource
 import socket
 import sys
 import tracemalloc
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -215,6 +216,33 @@ async def test_too_many_at_once(both: Both) -> None:
         await both.client.completions.create(model="m", prompt="x")
     assert error.value.status_code == 503 and error.value.response.headers["Retry-After"] == "1"
     first.cancel()
+
+
+@scenario(max_bodies=5000, max_body=3000)
+async def test_requests_are_bounded_together(both: Both) -> None:
+    both.decode.fault = "hangs"
+    first = asyncio.create_task(both.client.completions.create(model="m", prompt="x" * 2800))
+    while not both.decode.bodies:
+        await asyncio.sleep(0)
+    large: list[dict[str, Any]] = [
+        {"data": b"x" * 2800}, {"data": pieces()}, {"data": b"{}", "headers": {"Content-Encoding": "gzip"}},
+    ]  # fmt: skip
+    async with aiohttp.ClientSession() as session:
+        for sent in large:
+            async with session.post(f"{both.address}/v1/completions", **sent) as answer:
+                assert answer.status == 503 and "too many requests" in await answer.text()
+        both.decode.fault = ""
+        async with session.get(f"{both.address}/v1/models") as answer:
+            assert answer.status == 200, "it has no body"
+    first.cancel()
+    await asyncio.wait_for(both.decode.cancelled.wait(), 30)
+    answered = await both.client.completions.create(model="m", prompt="x" * 2800)
+    assert answered.choices[0].text == "decode"
+
+
+async def pieces() -> AsyncIterator[bytes]:
+    """A body that does not say its size."""
+    yield b"{}"
 
 
 @scenario(max_connections=2, client_timeout=0.2)

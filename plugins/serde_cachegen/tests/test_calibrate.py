@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -198,3 +199,13 @@ def test_a_trained_model_loses_less_with_its_profile(tmp_path: Path, monkeypatch
 def test_a_device_that_is_not_there_is_said_in_a_line() -> None:
     with pytest.raises(ValueError, match=r"^--device: 'nope' cannot be used here: .*\Z"):
         loaded("no model", "nope")
+
+
+@needs_transformers
+def test_a_place_that_cannot_be_written_to_is_no_matter_of_minutes(
+    calibrate: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvloom_serde_cachegen.calibration.command._calibrate", None)
+    monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK)
+    done = calibrate("--text", __file__, "--out", "here")
+    assert done.exit_code == 2 and "--out" in done.output and "cannot be written to" in " ".join(done.output.split())

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvloom.bounded import one_line
 from kvloom.contracts.connector import Fence, GPUConnector
 from kvloom.contracts.observer import Event
 from kvloom.device import CurrentStreams
@@ -93,7 +94,7 @@ class Loading:
                 self._runtime.spawn(run, name="kvloom-layers")
                 return
             except RuntimeError as error:  # the machine has no more threads
-                log.warning("layers are loaded before the caller goes on: %s", error)
+                log.warning("layers are loaded before the caller goes on: %s", one_line(error))
         run()
 
     def wait(self, layer: int) -> torch.Tensor:

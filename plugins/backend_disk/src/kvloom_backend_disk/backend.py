@@ -32,6 +32,7 @@ from kvloom import (
     Sink,
     StorageBackend,
     WriteDone,
+    one_line,
 )
 from kvloom import Config as BaseConfig
 from kvloom_backend_disk import native_reads, window
@@ -128,7 +129,7 @@ class DiskBackend(StorageBackend):
                 return Transfer(wanted)  # a full disk says nothing about O_DIRECT
             if wanted == "always":
                 raise ValueError(f"direct: O_DIRECT does not work in {root} ({error}); use `direct: auto`") from error
-            logger.info("no O_DIRECT in %s (%s): reading and writing through the page cache", root, error)
+            logger.info("no O_DIRECT in %s (%s): reading and writing through the page cache", root, one_line(error))
             return Transfer("never")
         finally:
             os.close(fd)

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvloom import one_line
 from kvloom_backend_fsspec.names import Names
 from kvloom_backend_fsspec.stores.base import Listed, ObjectStore
 
@@ -89,7 +90,7 @@ class Leases:
         try:
             work.start()
         except RuntimeError as error:  # the machine has no more threads: the right ends by itself
-            logger.warning("the right %s is not renewed: %s", name, error)
+            logger.warning("the right %s is not renewed: %s", name, one_line(error))
         return True
 
     def _highest(self, name: str) -> Listed | None:
@@ -130,7 +131,7 @@ class Leases:
                 if time.monotonic() - one.renewed < LEASE_SECONDS:
                     self._store().put(self._object(name, one.number), _FREE)
             except Exception as error:
-                logger.info("the right %s was not given back, and ends by itself: %s", name, error)
+                logger.info("the right %s was not given back, and ends by itself: %s", name, one_line(error))
 
     def _object(self, name: str, number: int) -> str:
         return f"{self._names.right(name)}/{number:012d}"
@@ -147,7 +148,7 @@ def _renew(leases: weakref.ref[Leases], name: str, held: _Held) -> None:
         try:
             alive.renew(name, held)
         except Exception as error:  # tried again until the lease is over
-            logger.info("the right %s was not renewed: %s", name, error)
+            logger.info("the right %s was not renewed: %s", name, one_line(error))
         del alive
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 
-from kvloom import BackendError
+from kvloom import BackendError, one_line
 from kvloom_backend_redis.exchange import Exchange
 
 logger = logging.getLogger("kvloom.backend_redis")
@@ -72,7 +72,7 @@ class Leases:
             try:
                 self._run(_RELEASE, name)
             except (BackendError, OSError) as error:
-                logger.info("hold: %s stays taken for up to %.0f s: %s", name, LEASE_SECONDS, error)
+                logger.info("hold: %s stays taken for up to %.0f s: %s", name, LEASE_SECONDS, one_line(error))
 
     def _keep(self, name: str, until: float) -> None:
         with self._lock:
@@ -85,7 +85,7 @@ class Leases:
                     self._thread.start()
                 except RuntimeError as error:  # the machine has no more threads: the right ends by itself
                     self._thread = None
-                    logger.warning("hold: %s is not renewed: %s", name, error)
+                    logger.warning("hold: %s is not renewed: %s", name, one_line(error))
 
     def renew(self) -> None:
         """Have every right for another while."""
@@ -96,7 +96,7 @@ class Leases:
             try:
                 still = self._renewed(name)
             except (BackendError, OSError) as error:
-                logger.debug("hold: %s was not renewed: %s", name, error)
+                logger.debug("hold: %s was not renewed: %s", name, one_line(error))
                 continue  # it may be, before it runs out
             with self._lock:
                 if still:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from kvloom import ChunkKey, ConfigError, Engine, EngineConfig, KVSpec, Segment, salt_tag
+from kvloom import ChunkKey, ConfigError, Engine, EngineConfig, KVSpec, Segment, one_line, salt_tag
 
 from .settings import Geometry
 
@@ -156,7 +156,7 @@ class PageStore:
         with self._lock:
             known = text in self._warned or len(self._warned) > 100
             self._warned.add(text)
-        logger.log(logging.DEBUG if known else logging.WARNING, "%s", text)
+        logger.log(logging.DEBUG if known else logging.WARNING, "%s", one_line(text))
 
 
 def _completed(config: EngineConfig, geometry: Geometry) -> EngineConfig:

@@ -162,7 +162,9 @@ class Adapters:
                 digest = folder_digest(path) if path.is_dir() else file_digest(path)
                 self._known[key] = f"{request.lora_name}:{digest}"
             except (OSError, ValueError) as error:  # no path may have a NUL
-                log.warning("KV of requests with adapter %s is not stored: %s", one_line(request.lora_name), error)
+                log.warning(
+                    "KV of requests with adapter %s is not stored: %s", one_line(request.lora_name), one_line(error)
+                )
                 self._known[key] = None
         return self._known[key]
 

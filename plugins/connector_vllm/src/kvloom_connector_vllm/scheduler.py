@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvloom import ChunkKey, Index, leading
+from kvloom import ChunkKey, Index, leading, one_line
 
 from .announcing import Announcement, Announcer
 from .names import Names
@@ -174,7 +174,7 @@ class Scheduler:
                 try:
                     told = lookup.asked.result()
                 except Exception as error:  # cancelled, too: it took too long before
-                    log.warning("the tiers' content is unknown: %s", error or type(error).__name__)
+                    log.warning("the tiers' content is unknown: %s", one_line(error or type(error).__name__))
         found = self._found(request.request_id, lookup.chunks, local, told)
         tokens = self._planner.loadable(request.request_id, local, found.hit)
         pause = self._pause(request.request_id, patience) if patience > 0 and not found.complete else 0.0

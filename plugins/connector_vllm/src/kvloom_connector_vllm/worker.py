@@ -313,7 +313,7 @@ class Worker:
                         task = transfer.begin(start)
             except Exception as error:  # nothing of it may reach the engine
                 transfer.failed = True
-                log.warning("no %s began for request %s: %s", verb, one_line(move.request), error)
+                log.warning("no %s began for request %s: %s", verb, one_line(move.request), one_line(error))
             if task is None:
                 transfer.over.set()
             else:
@@ -327,14 +327,14 @@ class Worker:
         try:
             self._changes.collect()
         except Exception as error:  # closed, for example
-            log.debug("memory's changes are unknown: %s", error)
+            log.debug("memory's changes are unknown: %s", one_line(error))
 
     def _touch(self, touched: Sequence[Chunks]) -> None:
         try:
             for chunks in touched:
                 self._engine.touch(self._parts[chunks.group].names.segments(chunks))
         except Exception as error:
-            log.warning("the use of chunks could not be noted: %s", error)
+            log.warning("the use of chunks could not be noted: %s", one_line(error))
 
     def _loaded(self, loads: Sequence[_Transfer]) -> None:
         """Record the blocks of a request that did not get their KV, if it still wants it."""
@@ -355,7 +355,7 @@ class Worker:
         try:
             mask = None if load.task is None else load.task.result().tolist()
         except Exception as error:  # whatever it was, the engine computes these blocks itself
-            log.warning("a load for request %s failed: %s", one_line(move.request), error)
+            log.warning("a load for request %s failed: %s", one_line(move.request), one_line(error))
         if mask is None:
             return set(move.blocks) - {-1}
         tokens, missing = self._parts[move.chunks.group].block_tokens, set[int]()
@@ -370,7 +370,7 @@ class Worker:
             if save.task is not None:
                 save.task.result()
         except Exception as error:
-            log.warning("save %d failed: %s", number, error)
+            log.warning("save %d failed: %s", number, one_line(error))
 
     def _empty_memory(self) -> None:
         self.end_saves()

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
+from kvloom import one_line
 from kvloom_tokens_radix import slots
 from kvloom_tokens_radix.records import MAGIC, DamagedError, Replay, payloads, record, snapshot
 from kvloom_tokens_radix.tree import Change, Leaf, Tree
@@ -60,14 +61,14 @@ class Journal:
         try:
             self._slot, begin = slots.take(self._directory, self._name)
         except OSError as error:
-            logger.warning("learnt prompts are not saved: %s: %s", self._directory, error)
+            logger.warning("learnt prompts are not saved: %s: %s", self._directory, one_line(error))
             return
         if begin is None:
             return
         try:
             good_bytes = self._replay(begin)
         except Exception as error:
-            logger.warning("starting afresh: cannot read %s: %s: %s", begin, type(error).__name__, error)
+            logger.warning("starting afresh: cannot read %s: %s: %s", begin, type(error).__name__, one_line(error))
             tree.clear()
             return
         if self._slot.path == begin and good_bytes:
@@ -86,7 +87,10 @@ class Journal:
                     good_bytes = end
             except DamagedError as error:
                 logger.warning(
-                    "%s is damaged behind its first %d bytes, the rest is left out: %s", path, good_bytes, error
+                    "%s is damaged behind its first %d bytes, the rest is left out: %s",
+                    path,
+                    good_bytes,
+                    one_line(error),
                 )
         return good_bytes
 
@@ -104,7 +108,7 @@ class Journal:
                 self._thread.start()
             except RuntimeError as error:  # the machine has no more threads
                 self._thread, self._retry_at = None, time.monotonic() + _RETRY_SECONDS
-                logger.warning("learnt prompts are not saved for a while: %s: %s", self._directory, error)
+                logger.warning("learnt prompts are not saved for a while: %s: %s", self._directory, one_line(error))
         self._changed.notify()
 
     def close(self) -> None:
@@ -132,7 +136,7 @@ class Journal:
             try:
                 self._write(waiting)
             except Exception as error:
-                logger.warning("learnt prompts are not saved for a while: %s: %s", self._directory, error)
+                logger.warning("learnt prompts are not saved for a while: %s: %s", self._directory, one_line(error))
                 self._anew, self._retry_at = True, time.monotonic() + _RETRY_SECONDS
             if closed:
                 self._let_go()

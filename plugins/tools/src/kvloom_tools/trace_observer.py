@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from kvloom import ByteSize, Config, Event, KVSpec, Observer, salt_tag_of
+from kvloom import ByteSize, Config, Event, KVSpec, Observer, one_line, salt_tag_of
 
 if TYPE_CHECKING:
     from kvloom import Request
@@ -144,7 +144,7 @@ class TraceObserver(Observer):
         return self._salts.get(tag, _MOST_SALTS)
 
     def _stop(self, why: str) -> None:
-        log.warning("%s: recording ends after %d requests: %s", self.path, self.lines, why)
+        log.warning("%s: recording ends after %d requests: %s", self.path, self.lines, one_line(why))
         self.close()
 
 

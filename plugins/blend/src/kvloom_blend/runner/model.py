@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from kvloom import BackendError, ConfigError, Engine, EngineConfig, Segment, check_config
+from kvloom import BackendError, ConfigError, Engine, EngineConfig, Segment, check_config, one_line
 from kvloom_connector_transformers import check_call, signature, spec_of
 
 from ..retrievers.load_task import LoadTask
@@ -183,7 +183,7 @@ class BlendedModel:
             try:
                 done = self.runner.blend(rows, task, self.executor, keep_logits=keep, min_tokens=least)
             except BackendError as error:
-                log.warning("a prefill of %d tokens begins anew: %s", len(tokens), error)
+                log.warning("a prefill of %d tokens begins anew: %s", len(tokens), one_line(error))
                 continue
             finally:
                 if isinstance(task, LoadTask):

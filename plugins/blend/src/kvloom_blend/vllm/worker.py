@@ -80,7 +80,7 @@ class Worker:
             error = job.blending.exception()
             if error is not None and job.wanted:
                 level = logging.INFO if isinstance(error, NotBlended) else logging.WARNING
-                log.log(level, "vLLM computes request %s by itself: %s", one_line(request), error)
+                log.log(level, "vLLM computes request %s by itself: %s", one_line(request), one_line(error))
                 self._count("not_blended", tokens=len(job.prompt.tokens), reason=type(error).__name__)
                 self._failed.update(job.blocks)
         return set(over)
@@ -99,7 +99,9 @@ class Worker:
             job.told = True
             error = job.answer.exception()
             if error is not None:
-                log.warning("vLLM computes request %s by itself: it was not looked up: %s", one_line(request), error)
+                log.warning(
+                    "vLLM computes request %s by itself: it was not looked up: %s", one_line(request), one_line(error)
+                )
             report.found[request] = error is None and job.answer.result()
             if not report.found[request]:
                 del self._jobs[request]

@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.base import (
     get_offload_group_idx,
 )
 
-from kvloom import ConfigError, EngineConfig
+from kvloom import ConfigError, EngineConfig, one_line
 
 from ..offload.copy import Blocks, Copier, Order
 from ..offload.setup import OffloadSettings, described, refuse, told_by_worker
@@ -220,7 +220,7 @@ class KVLoomWorker(OffloadingWorker):
     def _result(self, job: int, future: Future[tuple[int, float]]) -> TransferResult:
         error = future.exception()
         if error is not None:  # of a load: vLLM ends the engine, rather than go on with blocks that are not filled
-            log.error("a load has failed after it was promised: %s: %s", type(error).__name__, error)
+            log.error("a load has failed after it was promised: %s: %s", type(error).__name__, one_line(error))
             return TransferResult(job, False)
         return TransferResult(job, True, *future.result())
 

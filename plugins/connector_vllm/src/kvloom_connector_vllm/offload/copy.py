@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvloom import one_line
 from kvloom.device import StreamEvent, device_of
 
 from .. import native
@@ -91,9 +92,9 @@ class Copier:
         self._buffers = None if self._device is None else BounceBuffers(self._device, _BUFFER_BYTES)
         self._unpin: weakref.finalize[Any, Any] | None = None
         if self._device is not None:
-            error = self._device.pin(staging.data)
-            if error:
-                log.warning("the staging could not be pinned (error %d): copies are slower", error)
+            code = self._device.pin(staging.data)
+            if code:
+                log.warning("the staging could not be pinned (error %d): copies are slower", code)
             else:  # before the memory goes, with whoever forgets to close this
                 self._unpin = weakref.finalize(self, self._device.unpin, staging.data)
                 self._unpin.atexit = False
@@ -120,7 +121,7 @@ class Copier:
                 self._stamp(slots, order.ticket)
                 copied += len(ids) * self._block_bytes[group]
             except Exception as error:
-                log.warning("KV is not kept: %s: %s", type(error).__name__, error)
+                log.warning("KV is not kept: %s: %s", type(error).__name__, one_line(error))
                 self._stamp(slots, -order.ticket)
         return copied
 

@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kvloom import ChunkKey, ConfigError, Engine, EngineConfig, KVSpec, Segment, salt_tag
+from kvloom import ChunkKey, ConfigError, Engine, EngineConfig, KVSpec, Segment, one_line, salt_tag
 
 from .pages import OffloadPagesConnector
 from .settings import PieceGeometry
@@ -129,7 +129,7 @@ class Tiers:
             text = f"{verb}: {type(error).__name__}: {error}"
             known = text in self._warned or len(self._warned) > 100
             self._warned.add(text)
-            log.log(logging.DEBUG if known else logging.WARNING, "%s", text)
+            log.log(logging.DEBUG if known else logging.WARNING, "%s", one_line(text))
             return otherwise
 
 
