@@ -164,6 +164,19 @@ class StorageBackend(Component):
         """
         return None
 
+    def map_many(self, requests: Sequence[tuple[str, int]]) -> list[MappedBlob | None]:
+        """`map` of each key and `most_bytes`, in their order. If this raises, nothing has been mapped."""
+        found: list[MappedBlob | None] = []
+        try:
+            for key, most_bytes in requests:
+                found.append(self.map(key, most_bytes))
+        except BaseException:
+            for blob in found:
+                if blob is not None:
+                    blob.close()
+            raise
+        return found
+
     def current_many(self, blobs: Sequence[MappedBlob]) -> list[bool]:
         """`current` of each, in their order. blobs: of this store; one may come twice."""
         return [blob.current() for blob in blobs]

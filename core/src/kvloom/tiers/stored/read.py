@@ -11,7 +11,7 @@ import torch
 from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import MappedBlob, StorageBackend
 from kvloom.errors import BackendError, CorruptBlobError, KVLoomError, UnreadableBlobError
-from kvloom.format import envelope
+from kvloom.format import envelope, native_verifier
 from kvloom.format.encryption import Protection
 from kvloom.memory import Reservation
 from kvloom.runtime import Runtime
@@ -26,6 +26,8 @@ from kvloom.types import Chunk, ChunkKey
 _MOST_OUTLINES = 4096
 
 _Reserve = Callable[[int], Reservation | None]
+Viewed = tuple[envelope.Header, Chunk]
+"""The header of a mapped blob, and the chunk in it."""
 Outcome = tuple[envelope.Header, Loaded | None] | Exception | None
 """The outcome of reading a blob: its header, and its chunk unless it came too late; None if there is no blob.
 
@@ -110,19 +112,27 @@ class BlobReader:
         """Return the bytes of the longest blob that such a chunk can have."""
         return self._outline(wanted.shape, wanted.num_tokens)[1] + envelope.MAX_HEADER_BYTES
 
-    def mapped(self, blob: MappedBlob, wanted: Wanted) -> tuple[envelope.Header, Chunk] | None:
-        """Verify a mapped blob that is not signed; its header and the chunk in it, or None if it has to be decoded.
+    def mapped(self, blobs: Sequence[tuple[MappedBlob, Wanted]]) -> list[Viewed | None]:
+        """Verify mapped blobs that are not signed; None for one that is damaged, no use here, or has to be decoded."""
+        fitting = [len(blob.view) <= self.longest(wanted) for blob, wanted in blobs]
+        some = [blob.view for (blob, _), fits in zip(blobs, fitting, strict=True) if fits]
+        right = iter(native_verifier.right(some, envelope.MAX_BUFFERS))
+        found: list[Viewed | None] = []
+        for (blob, wanted), fits in zip(blobs, fitting, strict=True):
+            try:
+                found.append(self._viewed(blob.view, wanted, right=next(right)) if fits else None)
+            except KVLoomError:
+                found.append(None)
+        return found
 
-        Raises as `check` does.
-        """
+    def _viewed(self, blob: memoryview, wanted: Wanted, *, right: bool) -> Viewed | None:
+        """right: native code has found all of it right."""
         outline, _ = self._outline(wanted.shape, wanted.num_tokens)
-        if len(blob.view) > self.longest(wanted):
-            return None
-        verifier = envelope.Verifier(blob.view, key=str(wanted.key))
-        verifier.filled(len(blob.view))
+        verifier = envelope.Verifier(blob, key=str(wanted.key), right=right)
+        verifier.filled(len(blob))
         header = verifier.finish()
         serializer = self.check(header, wanted.shape, wanted.num_tokens)
-        payload = blob.view[header.header_bytes :]
+        payload = blob[header.header_bytes :]
         if len(payload) != self._layout.nbytes(wanted.shape):
             return None
         tensor = torch.frombuffer(payload, dtype=outline.dtype).view(wanted.shape)
