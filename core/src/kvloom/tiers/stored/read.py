@@ -58,6 +58,8 @@ class BlobReader:
         self.views = protection is None and type(serializers[0]).view is not Serializer.view
         """Blobs as the tier writes them may be used where they lie."""
         self._outlines: dict[tuple[int, ...], tuple[torch.Tensor, int]] = {}
+        self._lengths: dict[tuple[int, ...], int] = {}
+        """Bytes of the blob of each shape that was read last; 0 if it was encoded."""
 
     def read(
         self, backend: StorageBackend, wanted: Sequence[Wanted], tell: Callable[[int, Outcome], None], *,
@@ -81,9 +83,12 @@ class BlobReader:
             return reservation
 
         buffers = [
-            _BlobBuffer(reserve, str(one.key), protection=self._protection, max_bytes=self.longest(one))
+            _BlobBuffer(
+                reserve, str(one.key), protection=self._protection, max_bytes=self.longest(one),
+                expected_bytes=self._lengths.get(one.shape, 0),
+            )
             for one in wanted
-        ]
+        ]  # fmt: skip
         unreported = set(range(len(wanted)))
 
         def done(number: int, outcome: bool | Exception) -> None:
@@ -148,6 +153,8 @@ class BlobReader:
     ) -> tuple[envelope.Header, Loaded | None]:
         header = buffer.finish()
         serializer = self.check(header, wanted.shape, wanted.num_tokens)
+        plain = header.payload_bytes == self._layout.nbytes(wanted.shape)  # others differ in length
+        self._lengths[wanted.shape] = header.header_bytes + header.payload_bytes if plain else 0
         loaded = self._decode(wanted.key, header, buffer, serializer, reserve, since=since, chain=chain, record=record)
         return header, loaded
 
@@ -163,6 +170,7 @@ class BlobReader:
             longest = max(serializer.max_encoded_bytes(like) for serializer in self._decoders.values())
             if len(self._outlines) >= _MOST_OUTLINES:
                 self._outlines.clear()
+                self._lengths.clear()
             outline = self._outlines[shape] = tensor, longest
         return outline
 
@@ -236,8 +244,11 @@ class BlobReader:
 class _BlobBuffer:
     """Memory of the pool that a backend fills with a blob, verified as it fills."""
 
-    def __init__(self, reserve: _Reserve, key: str, *, max_bytes: int, protection: Protection | None) -> None:
+    def __init__(
+        self, reserve: _Reserve, key: str, *, max_bytes: int, expected_bytes: int, protection: Protection | None
+    ) -> None:
         self.max_bytes = max_bytes
+        self.expected_bytes = expected_bytes
         self._protection = protection
         self._reserve = reserve
         self._key = key
