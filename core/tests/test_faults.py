@@ -273,3 +273,26 @@ def test_two_engines_on_one_store_share_their_hits(open_engine: Open) -> None:
     one.store(TOKENS, kv=KV)
     assert one.flush(20)
     assert retrieve(two) == [True] * 4
+
+
+@pytest.mark.parametrize("serializer", ["raw", "signs"])
+def test_the_expected_length_is_that_of_the_plain_blob_before(
+    open_engine: Open, serializer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Encoded blobs differ in length: to expect one of them would be to read most of them twice."""
+    told: list[tuple[int, int]] = []
+    read = Shelf.get_into
+
+    def get_into(self: Shelf, key: str, sink: Sink) -> bool:
+        told.append((sink.expected_bytes, len(self.blobs[key])))  # type: ignore[attr-defined]
+        return read(self, key, sink)
+
+    monkeypatch.setattr(Shelf, "get_into", get_into)
+    tier = SHELF | {"serializer": serializer}
+    filled(open_engine, tier)
+    with open_engine(tier) as engine:
+        for _ in range(2):
+            engine.retrieve(TOKENS, kv=torch.zeros_like(KV))
+    again = told[4:]
+    assert told[0][0] == 0 and len(again) == 4
+    assert [expected for expected, _ in again] == [actual if serializer == "raw" else 0 for _, actual in again]

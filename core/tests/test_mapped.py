@@ -45,6 +45,7 @@ def test_a_request_for_what_is_mapped_asks_twice(open_engine: Open, monkeypatch:
         return StorageBackend.current_many(self, blobs)
 
     monkeypatch.setattr(Window, "current_many", current_many, raising=False)
+    monkeypatch.setattr("kvloom.tiers.stored.maintenance.ROUND_SECONDS", 3600.0)  # a round asks about each
     engine = filled(open_engine)
     assert retrieve(engine) == [True] * 4
     asked.clear()

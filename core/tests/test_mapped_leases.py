@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 from core_support import CHUNK, Pane, Window, eventually
 from faults_support import KV, TOKENS, Open, retrieve
 from mapped_support import WINDOW, filled, mapped, window
@@ -92,14 +93,41 @@ def test_what_is_mapped_twice_or_after_the_end_is_closed(open_engine: Open) -> N
     chunks, wanted = engine.tiers["window"]._mapped, held_as(engine, 0)  # type: ignore[attr-defined]
     chunks._lease = lambda wanted: [None]  # as for threads that map it at one time
     for _ in range(3):
-        _, loaded = chunks.open(wanted)
+        _, loaded = chunks.open([wanted])[0]
         loaded.release()
     assert [pane.closed for pane in window().panes] == [True, True, False]
     chunks.close()
-    _, loaded = chunks.open(wanted)
+    _, loaded = chunks.open([wanted])[0]
     assert not window().panes[-1].closed, "it is being read"
     loaded.release()
     assert all(pane.closed for pane in window().panes)
+
+
+def test_of_many_that_are_mapped_at_once_those_that_are_no_good_are_closed(open_engine: Open) -> None:
+    engine = filled(open_engine)
+    chunks, wanted = engine.tiers["window"]._mapped, [held_as(engine, place) for place in range(4)]  # type: ignore[attr-defined]
+    blobs, names = window()._blobs, [str(one.key) for one in wanted]
+    blobs[names[1]] = blobs[names[2]]
+    del blobs[names[3]]
+    found = chunks.open(wanted)
+    assert [one is None for one in found] == [False, True, False, True]
+    assert all(torch.equal(found[place][1].chunk.tensor, KV[:, :, place * CHUNK :][:, :, :CHUNK]) for place in (0, 2))
+    assert [pane.closed for pane in window().panes] == [False, True, False]
+    for one in found[::2]:
+        one[1].release()
+
+
+def test_where_one_of_many_cannot_be_mapped_none_is(open_engine: Open) -> None:
+    engine = filled(open_engine)
+    chunks, wanted = engine.tiers["window"]._mapped, [held_as(engine, place) for place in range(4)]  # type: ignore[attr-defined]
+
+    def before(verb: str, key: str) -> None:
+        if (verb, key) == ("map", str(wanted[2].key)):
+            raise OSError(5, "Input/output error")
+
+    window().before = before  # type: ignore[method-assign]
+    assert chunks.open(wanted) == [None] * 4 and len(chunks) == 0
+    assert [pane.closed for pane in window().panes] == [True, True]
 
 
 def test_it_is_closed_once_by_the_last_who_reads_it() -> None:

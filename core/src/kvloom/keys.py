@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 from kvloom import native
 from kvloom.types import ChunkKey, KVSpec, MemoryFormat, Segment, canonical_json, short_digest
@@ -128,7 +129,7 @@ def chain(
         raise TypeError(f"salt: expected a str, got {type(salt).__name__}")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens: expected at least 1, got {chunk_tokens}")
-    digests = _digests(_array(tokens), _root(chunk_tokens, fingerprint, salt), chunk_tokens)
+    digests = _digests(tokens, _root(chunk_tokens, fingerprint, salt), chunk_tokens)
     namespace = f"{fingerprint}/{salt_tag(salt)}"
     count = len(digests)
     keys = map(_new_key, zip(repeat(namespace, count), range(count), digests, strict=True))
@@ -137,17 +138,14 @@ def chain(
     return list(map(_new_segment, zip(starts, ends, keys, strict=True)))
 
 
-def _digests(array: np.ndarray[Any, Any], digest: bytes, chunk_tokens: int) -> list[bytes]:
+def _digests(tokens: torch.Tensor | np.ndarray[Any, Any], digest: bytes, chunk_tokens: int) -> list[bytes]:
     """The digest of each whole chunk. digest: that before the first one."""
     native_chain = _native_chain()
-    if (
-        native_chain is not None
-        and type(chunk_tokens) is int
-        and chunk_tokens <= array.size
-        and _readable_in_place(array)
-    ):
-        return _native_digests(native_chain, array, digest, chunk_tokens)
-    data = memoryview(int32_tokens(array).data).cast("B")
+    if native_chain is not None and type(chunk_tokens) is int:
+        place = _place_of_tensor(tokens) or _place_of_array(_array(tokens))
+        if place is not None and chunk_tokens <= place.num_tokens:
+            return _native_digests(native_chain, place, digest, chunk_tokens)
+    data = memoryview(int32_tokens(tokens).data).cast("B")
     sha256 = hashlib.sha256
     step = 4 * chunk_tokens
     digests: list[bytes] = []
@@ -160,18 +158,43 @@ def _digests(array: np.ndarray[Any, Any], digest: bytes, chunk_tokens: int) -> l
     return digests
 
 
-def _readable_in_place(array: np.ndarray[Any, Any]) -> bool:
-    """Return whether native code can read these tokens where they lie."""
+class _Place(NamedTuple):
+    """Tokens that native code can read where they lie."""
+
+    address: int
+    num_tokens: int
+    width: int
+    """Bytes of a token."""
+
+
+def _place_of_tensor(tokens: Any) -> _Place | None:
+    """Of a flat tensor in host memory; else None. An array of it, and the address of that, take longer."""
+    try:
+        width = _width(tokens.dtype)
+        if not width or tokens.ndim != 1 or tokens.device.type != "cpu" or not tokens.is_contiguous():
+            return None
+        address = tokens.data_ptr()
+    except (AttributeError, TypeError, RuntimeError):  # it is sparse, without memory, or something else
+        return None
+    return None if not address or address % width else _Place(address, tokens.numel(), width)
+
+
+@cache
+def _width(dtype: object) -> int:
+    """Bytes of a token of a tensor's dtype that native code reads in place; 0: it reads no such token so."""
+    return {"torch.int64": 8, "torch.int32": 4}.get(str(dtype), 0) if sys.byteorder == "little" else 0
+
+
+def _place_of_array(array: np.ndarray[Any, Any]) -> _Place | None:
     flags = array.flags
-    return array.ndim == 1 and array.dtype.str in ("<i8", "<i4") and flags.c_contiguous and flags.aligned
+    if array.ndim == 1 and array.dtype.str in ("<i8", "<i4") and flags.c_contiguous and flags.aligned:
+        return _Place(array.__array_interface__["data"][0], len(array), array.itemsize)
+    return None
 
 
-def _native_digests(
-    native_chain: Callable[..., int], array: np.ndarray[Any, Any], digest: bytes, chunk_tokens: int
-) -> list[bytes]:
-    """As `_digests`, of tokens that lie flat, at least a chunk of them."""
-    at: int = array.__array_interface__["data"][0]
-    left, width = len(array), array.itemsize
+def _native_digests(native_chain: Callable[..., int], place: _Place, digest: bytes, chunk_tokens: int) -> list[bytes]:
+    """As `_digests`, of at least one chunk."""
+    at, left, width = place
     digests: list[bytes] = []
     while True:
         count = min(left, max(1, _BATCH_TOKENS // chunk_tokens) * chunk_tokens)
@@ -195,6 +218,7 @@ def _native_chain() -> Callable[..., int] | None:
     return native.own_function("kvloom_chain", *types, asked="kvloom_has_chain", brief=True)
 
 
+@lru_cache(maxsize=64, typed=True)
 def _root(chunk_tokens: int, fingerprint: str, salt: str) -> bytes:
     """The digest before that of the first chunk."""
     root = "\0".join((DOMAIN, fingerprint, str(chunk_tokens), salt))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvloom.contracts.storage import Sink
     from kvloom.types import Buffer
 
-_INTERFACE = "5b18737ae1acc164"
+_INTERFACE = "b73977154b427c8c"
 """Hash of the functions of `kvloom-native` that are called here: see `interface.cmake` there."""
 
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")

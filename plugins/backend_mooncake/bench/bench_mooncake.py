@@ -33,6 +33,8 @@ names = (f"blob/{number}" for number in itertools.count())
 class Slot:
     """A place in registered memory, as a sink."""
 
+    expected_bytes = 0
+
     def __init__(self, memory: memoryview) -> None:
         self.memory = memory
         self.address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
@@ -102,6 +104,8 @@ class Bench:
             keys = new()[:BLOBS]
             each(put, keys)
             again = list(itertools.islice(itertools.cycle(keys), calls))
+            for slot in self.slots:
+                slot.expected_bytes = size  # as of the blob before it
             ours, theirs = (lambda: each(self.backend.get_into, again)), (lambda: each(read, again))
             self.compare(f"read {label}", gigabytes, ours, theirs)
 

@@ -179,6 +179,50 @@ def test_a_blob_that_became_another_is_not_served(backend: MooncakeBackend, stor
     assert backend.get(KEY) is None, "a longer one"
 
 
+class Expecting:
+    """A sink that expects a blob of a length."""
+
+    def __init__(self, expected_bytes: int) -> None:
+        self.expected_bytes = expected_bytes
+        self.reserved: list[int] = []
+        self.told: list[int] = []
+
+    def reserve(self, num_bytes: int) -> memoryview:
+        self.reserved.append(num_bytes)
+        self.memory = memoryview(bytearray(num_bytes))
+        return self.memory
+
+    def filled(self, num_bytes: int) -> None:
+        self.told.append(num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("expected", "calls"),
+    [(len(BLOB), ["get_into"]), (len(BLOB) + 5, ["get_into", "get_size", "get_into"]), (0, ["get_size", "get_into"])],
+)
+def test_a_blob_of_the_length_that_is_expected_takes_one_request(
+    backend: MooncakeBackend, store: Store, expected: int, calls: list[str]
+) -> None:
+    sink = Expecting(expected)
+    assert backend.get_into(KEY, sink)
+    assert store.calls == calls and bytes(sink.memory) == BLOB
+    assert sink.told == [len(BLOB)] and sink.reserved[-1] == len(BLOB)
+
+
+def test_where_the_length_that_is_expected_is_too_short_it_is_asked_for(backend: MooncakeBackend, store: Store) -> None:
+    store.told["get_into"] = deque([codes.INVALID])
+    sink = Expecting(len(BLOB) - 1)
+    assert backend.get_into(KEY, sink)
+    assert bytes(sink.memory) == BLOB and sink.told == [len(BLOB)]
+
+
+@pytest.mark.parametrize("code", [codes.NOT_FOUND, *map(len, PLACEHOLDERS)])
+def test_what_is_expected_and_not_there_is_a_miss(backend: MooncakeBackend, store: Store, code: int) -> None:
+    store.told = {"get_into": deque([code]), "get_size": deque([code])}
+    sink = Expecting(len(BLOB))
+    assert not backend.get_into(KEY, sink) and not sink.told
+
+
 @pytest.mark.parametrize("placeholder", PLACEHOLDERS)
 def test_a_placeholder_is_no_blob(backend: MooncakeBackend, store: Store, placeholder: bytes) -> None:
     store.blobs[KEY] = placeholder

@@ -113,7 +113,6 @@ void after_fork_in_child() {
 [[maybe_unused]] const int registered = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
 
 int32_t take_slot(uintptr_t begin, uintptr_t end) {
-    install_handler();
     const std::lock_guard<std::mutex> lock(changing);
     uint32_t slot = slots_used.load();
     if (free_count) {
@@ -190,18 +189,25 @@ KVLOOM_API int32_t kvloom_is_memory(const char* directory) {
 #endif
 }
 
-// Nothing is mapped of a file with more than `most_bytes`. path: held as long as the mapping.
-KVLOOM_API void kvloom_map(Mapping* mapping, const char* path, uint64_t most_bytes) {
-    *mapping = {};
-    mapping->path = path;
+// Maps as many files. paths: texts, each ended by a zero byte, held as long as the mappings. Nothing is mapped of a file with
+// more bytes than `most_bytes` has in its place.
+KVLOOM_API void kvloom_map(Mapping* mappings, uint32_t count, const char* paths, const uint64_t* most_bytes) {
     page_bytes = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-    const int fd = open(path, O_RDONLY | O_NONBLOCK | O_NOFOLLOW | O_CLOEXEC);
-    if (fd < 0) {
-        mapping->error = errno;
-        return;
+    install_handler();
+    for (uint32_t number = 0; number < count; ++number) {
+        Mapping& mapping = mappings[number];
+        mapping = {};
+        mapping.path = paths;
+        while (*paths++) {
+        }
+        const int fd = open(mapping.path, O_RDONLY | O_NONBLOCK | O_NOFOLLOW | O_CLOEXEC);
+        if (fd < 0) {
+            mapping.error = errno;
+            continue;
+        }
+        mapping.error = map_file(fd, mapping, most_bytes[number]);
+        close(fd);
     }
-    mapping->error = map_file(fd, *mapping, most_bytes);
-    close(fd);
 }
 
 // Of each mapping, whether the file still lies at its path as it was mapped, and nothing else than it was read. Ask before

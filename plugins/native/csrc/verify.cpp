@@ -101,7 +101,9 @@ bool Verifier::check_rows(uint64_t arrived) {
             return true;
         }
         row_begin_ = row_end_;
-        row_end_ += read_at<uint64_t>(data_ + table_at_ + ROW_BYTES * row_);
+        const auto length = read_at<uint64_t>(data_ + table_at_ + ROW_BYTES * row_);
+        if (length > size_ - row_begin_) return false;  // shared memory may have changed since the header was read
+        row_end_ += length;
         hash_.begin(data_ + row_begin_, row_end_ - row_begin_);
         ++row_;
     }
@@ -125,4 +127,17 @@ KVLOOM_API void kvloom_verifier_begin(void* state, const uint8_t* data, uint64_t
 
 KVLOOM_API int kvloom_verifier_filled(void* state, uint64_t num_bytes) {
     return static_cast<kvloom::Verifier*>(state)->filled(num_bytes) ? 0 : 1;
+}
+
+// Whether each of `count` blobs, which are there as a whole, is right. Returns how many are.
+KVLOOM_API int kvloom_verify(const uint8_t* const* blobs, const uint64_t* sizes, uint32_t count, uint32_t max_buffers,
+                             uint8_t* right) {
+    int found = 0;
+    for (uint32_t number = 0; number < count; ++number) {
+        kvloom::Verifier verifier;
+        verifier.begin(blobs[number], sizes[number], max_buffers);
+        right[number] = verifier.filled(sizes[number]) && verifier.right();
+        found += right[number];
+    }
+    return found;
 }

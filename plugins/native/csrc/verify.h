@@ -18,6 +18,7 @@ class Verifier {
     void begin(const uint8_t* data, uint64_t size, uint32_t max_buffers);
     // The first `arrived` bytes are there. Returns whether it can still come right.
     bool filled(uint64_t arrived);
+    bool right() const { return state_ == RIGHT; }
 
   private:
     bool read_header(uint64_t arrived);

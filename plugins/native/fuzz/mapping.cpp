@@ -29,13 +29,17 @@ struct Mapping {  // that of mapping.cpp
     const char* path;
 };
 
-extern "C" void kvloom_map(Mapping*, const char*, uint64_t);
+extern "C" void kvloom_map(Mapping*, uint32_t, const char*, const uint64_t*);
 extern "C" void kvloom_unmap(Mapping*);
 extern "C" void kvloom_mappings_are_current(const Mapping* const*, uint32_t, uint8_t*);
 
 namespace {
 
 constexpr uint64_t ANY_BYTES = UINT64_MAX;
+
+void map(Mapping* mapping, const std::string& path, uint64_t most = ANY_BYTES) {
+    kvloom_map(mapping, 1, path.c_str(), &most);
+}
 
 uint64_t sum(const Mapping& mapping) {
     uint64_t found = 0;
@@ -61,7 +65,7 @@ void restore(const Mapping& mapping, const std::string& path) {
 void one(const std::string& path, long length) {
     Mapping mapping;
     const uint64_t most = length == -4 ? std::filesystem::file_size(path) - 1 : ANY_BYTES;
-    kvloom_map(&mapping, path.c_str(), most);
+    map(&mapping, path, most);
     int before = 0, after = 0;
     if (!mapping.error) {
         before = is_current(mapping);
@@ -81,7 +85,7 @@ void every_slot(const std::string& path) {
     std::vector<Mapping> mappings((1 << 14) + 1);
     for (int round = 0; round < 2; ++round) {
         int refused = 0;
-        for (Mapping& mapping : mappings) kvloom_map(&mapping, path.c_str(), ANY_BYTES), refused += mapping.error == -3;
+        for (Mapping& mapping : mappings) map(&mapping, path), refused += mapping.error == -3;
         std::printf("%d refused\n", refused);
         for (Mapping& mapping : mappings) kvloom_unmap(&mapping);
     }
@@ -89,14 +93,14 @@ void every_slot(const std::string& path) {
 
 void in_a_child(const std::string& path) {
     Mapping mapping;
-    kvloom_map(&mapping, path.c_str(), ANY_BYTES);
+    map(&mapping, path);
     std::fflush(stdout);
     const pid_t child = fork();
     if (child == 0) {
         const int inherited = is_current(mapping);
         kvloom_unmap(&mapping);
         Mapping own;
-        kvloom_map(&own, path.c_str(), ANY_BYTES);
+        map(&own, path);
         const bool usable = !own.error && is_current(own);
         _exit(!inherited && usable ? 0 : 1);
     }
@@ -118,7 +122,7 @@ void while_it_changes(const std::string& path, long size) {
         readers.emplace_back([&] {
             for (int times = 0; times < 200; ++times) {
                 Mapping mapping;
-                kvloom_map(&mapping, path.c_str(), ANY_BYTES);
+                map(&mapping, path);
                 if (!mapping.error) sum(mapping);
                 kvloom_unmap(&mapping);
             }

@@ -43,7 +43,30 @@ def test_it_is_the_chain_that_hashlib_makes(
     tokens = rng.integers(-(2**31), 2**31, count).astype(dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keys, "_BATCH_TOKENS", batch)
-        assert keys._native_digests(native_chain, tokens, BEFORE, chunk_tokens) == expected(tokens, chunk_tokens)
+        for place in (keys._place_of_array(tokens), keys._place_of_tensor(torch.from_numpy(tokens))):
+            assert place is not None or not count
+            if place is not None:
+                found = keys._native_digests(native_chain, place, BEFORE, chunk_tokens)
+                assert found == expected(tokens, chunk_tokens)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        torch.arange(200)[::2],
+        torch.arange(100).view(10, 10),
+        torch.arange(100, dtype=torch.int16),
+        torch.arange(100.0),
+        torch.arange(100, dtype=torch.float64),
+        torch.frombuffer(bytearray(809), dtype=torch.int64, offset=1),
+        torch.arange(100, device="meta"),
+        torch.arange(100).to_sparse(),
+        torch.tensor(1),
+        list(range(100)),
+    ],
+)
+def test_tokens_that_do_not_lie_flat_in_memory_have_no_place(tokens: Any) -> None:
+    assert keys._place_of_tensor(tokens) is None
 
 
 @given(rng=tokens_of, count=st.integers(1, 600), batch=st.sampled_from([1, 1 << 18]), data=st.data())

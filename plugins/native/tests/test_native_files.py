@@ -125,7 +125,7 @@ def test_the_interface_is_that_of_the_sources(tmp_path: Path, changed: str) -> N
     old, new = {
         "": ("", ""),
         "name": ("void kvloom_unmap(", "void kvloom_unmap_it("),
-        "argument": ("const char* path, uint64_t most_bytes) {", "const char* path, int64_t most_bytes) {"),
+        "argument": ("const uint64_t* most_bytes) {", "const int64_t* most_bytes) {"),
         "struct": ("int32_t slot;", "int64_t slot;"),
         "code": ("NO_SLOT = -3", "NO_SLOT = -9"),
         "body": ("munmap(mapping->at, mapping->size);", "munmap(mapping->at, mapping->size + 0);"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -13,12 +14,20 @@ from pathlib import Path
 
 import pytest
 
-from kvloom_native import MappedFile, are_current, is_memory
+from kvloom_native import MappedFile, are_current, is_memory, map_files
 
 SHM = "/dev/shm"
 pytestmark = pytest.mark.skipif(not is_memory(SHM), reason="no tmpfs at /dev/shm, or no library")
 
 SIZE = 300_000
+
+
+def mapped(path: Path, most_bytes: int = SIZE) -> MappedFile:
+    """Raises OSError if it cannot be mapped."""
+    file = map_files([(str(path), most_bytes)])[0]
+    if isinstance(file, OSError):
+        raise file
+    return file
 
 
 @pytest.fixture
@@ -31,7 +40,7 @@ def path() -> Iterator[Path]:
 
 def test_a_file_is_memory_until_it_is_closed(path: Path) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
-    file = MappedFile(str(path), SIZE)
+    file = mapped(path)
     assert file.view == b"x" * SIZE and file.current()
     assert len(os.listdir("/proc/self/fd")) == descriptors
     file.view[0] = 0
@@ -47,9 +56,8 @@ def test_each_of_many_is_as_it_is_alone(path: Path) -> None:
     paths = [path.with_name(kind) for kind in kinds]
     for one in paths:
         one.write_bytes(b"x" * SIZE)
-    files = [MappedFile(str(one), SIZE) for one in paths]
-    with paths[1].open("r+b") as file:
-        file.write(b"y")
+    files = [mapped(one) for one in paths]
+    rewritten(paths[1])
     path.replace(paths[2])
     paths[3].unlink()
     os.truncate(paths[4], 5000)
@@ -57,8 +65,8 @@ def test_each_of_many_is_as_it_is_alone(path: Path) -> None:
     assert are_current([*files, files[0]]) == [*expected, True]
     assert [file.current() for file in files] == expected
     assert are_current([]) == []
-    for mapped in files:
-        mapped.close()
+    for file in files:
+        file.close()
 
 
 def test_a_file_that_is_not_memory_says_so(tmp_path: Path) -> None:
@@ -77,19 +85,42 @@ def test_what_cannot_be_mapped_is_an_error(path: Path, kind: str) -> None:
     elif kind == "empty":
         other.touch()
     with pytest.raises(OSError):
-        MappedFile(str(other), SIZE)
+        mapped(other)
+
+
+def test_many_are_mapped_as_each_is_alone(path: Path) -> None:
+    names = ["first", "absent", "fifo", "empty", "longer", "last"]
+    paths = [path.with_name(name) for name in names]
+    for one in (paths[0], paths[4], paths[5]):
+        one.write_bytes(one.name.encode() * 1000)
+    os.mkfifo(paths[2])
+    paths[3].touch()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    found = map_files([(str(one), 5000 if one.name != "longer" else 5999) for one in paths])
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    views = [one if isinstance(one, OSError) else bytes(one.view) for one in found]
+    assert views[0] == b"first" * 1000 and views[5] == b"last" * 1000
+    codes = [one.errno for one in views if isinstance(one, OSError)]
+    assert codes == [errno.ENOENT, 0, 0, 0] and str(paths[1]) in str(views[1])
+    for one in found:
+        if isinstance(one, MappedFile):
+            assert one.current()
+            one.close()
+    assert map_files([]) == []
+    with pytest.raises(ValueError, match="zero"):
+        map_files([(str(path), SIZE), (f"{path}\0", SIZE)])
 
 
 def test_nothing_of_a_file_that_is_too_long_is_touched(path: Path) -> None:
     """A page of a hole takes memory of the file system once it is read."""
     for most_bytes in (0, SIZE - 1):
         with pytest.raises(OSError):
-            MappedFile(str(path), most_bytes)
+            mapped(path, most_bytes)
     hole = path.with_name("hole")
     hole.touch()
     os.truncate(hole, 64 << 20)
     with pytest.raises(OSError):
-        MappedFile(str(hole), (64 << 20) - 1)
+        mapped(hole, (64 << 20) - 1)
     assert hole.stat().st_blocks == 0
 
 
@@ -116,7 +147,7 @@ def lengthened(path: Path) -> None:
 
 @pytest.mark.parametrize("change", [shortened, rewritten, replaced, lengthened, os.unlink])
 def test_a_file_that_has_changed_is_not_current(path: Path, change: object) -> None:
-    file = MappedFile(str(path), SIZE)
+    file = mapped(path)
     assert callable(change)
     change(path)
     assert not file.current()
@@ -125,7 +156,7 @@ def test_a_file_that_has_changed_is_not_current(path: Path, change: object) -> N
 
 
 def test_being_used_is_no_change(path: Path) -> None:
-    file = MappedFile(str(path), SIZE)
+    file = mapped(path)
     os.utime(path, ns=(0, path.stat().st_mtime_ns))
     path.read_bytes()
     assert file.current()
@@ -134,7 +165,7 @@ def test_being_used_is_no_change(path: Path) -> None:
 
 def test_what_is_missing_reads_as_zeros(path: Path) -> None:
     """Without the handler the kernel would end the process."""
-    files = [MappedFile(str(path), SIZE) for _ in range(3)]
+    files = [mapped(path) for _ in range(3)]
     os.truncate(path, 5000)
     for file in files:
         assert bytes(file.view) == b"x" * 5000 + bytes(SIZE - 5000)
@@ -143,7 +174,7 @@ def test_what_is_missing_reads_as_zeros(path: Path) -> None:
     assert not any(file.current() for file in files), "even if the file is the same again"
     for file in files:
         file.close()
-    again = MappedFile(str(path), SIZE)
+    again = mapped(path)
     assert again.current(), "where another was damaged"
     again.close()
 
@@ -151,7 +182,7 @@ def test_what_is_missing_reads_as_zeros(path: Path) -> None:
 def test_threads_read_while_the_file_becomes_shorter(path: Path) -> None:
     for _ in range(20):
         path.write_bytes(b"x" * SIZE)
-        file = MappedFile(str(path), SIZE)
+        file = mapped(path)
         threads = [threading.Thread(target=lambda file=file: bytes(file.view)) for _ in range(4)]
         for thread in threads:
             thread.start()
@@ -164,8 +195,8 @@ def test_threads_read_while_the_file_becomes_shorter(path: Path) -> None:
 
 def test_mappings_are_used_again(path: Path) -> None:
     for _ in range((1 << 14) + 100):
-        MappedFile(str(path), SIZE).close()
-    files = [MappedFile(str(path), SIZE) for _ in range(100)]
+        mapped(path).close()
+    files = [mapped(path) for _ in range(100)]
     assert all(file.current() for file in files)
     for file in files:
         file.close()
@@ -173,9 +204,9 @@ def test_mappings_are_used_again(path: Path) -> None:
 
 CHILD = """
 import os, sys, threading, time
-from kvloom_native import MappedFile
+from kvloom_native import map_files
 path = sys.argv[1]
-file = MappedFile(path, 1 << 20)
+file = map_files([(path, 1 << 20)])[0]
 """
 FORGETS = (
     CHILD
@@ -184,7 +215,7 @@ if os.fork() == 0:
     inherited = path in open("/proc/self/maps").read()
     before = file.current()
     file.close()
-    mine = MappedFile(path, 1 << 20)
+    mine = map_files([(path, 1 << 20)])[0]
     os._exit(int(inherited or before or not mine.current() or bytes(mine.view[:1]) != b"x"))
 assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
 assert file.current() and bytes(file.view[:1]) == b"x"
@@ -207,7 +238,8 @@ int main(int, char** arguments) {
     if (!child) {
         alarm(20);
         Mapping mapping;
-        kvloom_map(&mapping, arguments[1], 1 << 20);
+        const uint64_t most = 1 << 20;
+        kvloom_map(&mapping, 1, arguments[1], &most);
         _exit(mapping.error);
     }
     holder.join();
@@ -248,9 +280,9 @@ memory[200_000]
 FAULTHANDLER = "import faulthandler; faulthandler.enable()\n"
 OPEN = """
 import os, sys
-from kvloom_native import MappedFile
+from kvloom_native import map_files
 path = sys.argv[1]
-file = MappedFile(path, 1 << 20)
+file = map_files([(path, 1 << 20)])[0]
 """
 
 

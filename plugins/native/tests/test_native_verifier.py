@@ -128,6 +128,10 @@ def test_a_damaged_blob_is_right_for_both_or_for_neither(
     if fitting:
         blob = again_with_checksum(blob)
     right = natively(blob, steps, max_buffers)
+    whole, other = sealed(lengths, 1), bytearray(5)
+    assert native_verifier.right([*map(memoryview, (whole, blob, other, blob))], max_buffers) == [
+        natively(whole, [], max_buffers), right, False, right,
+    ]  # fmt: skip
     assert right is all_but_the_description_is_right(blob, max_buffers)
     if not right:
         # Of other versions Python alone decides.
@@ -135,6 +139,20 @@ def test_a_damaged_blob_is_right_for_both_or_for_neither(
     elif not in_python(blob, max_buffers):
         with pytest.raises((CorruptBlobError, UnreadableBlobError), match=r"description|of another key"):
             envelope.parse(memoryview(blob), key=KEY)
+
+
+@pytest.mark.parametrize("length", [1 << 20, (1 << 64) - 4096, (1 << 64) - 1])
+def test_shared_memory_that_changes_behind_its_header_is_not_right(length: int) -> None:
+    """Lengths that were right when the header was verified do not lead out of the blob later."""
+    assert library is not None
+    blob = sealed([5000, 5000])
+    verifier = NativeVerifier(library, memoryview(blob), envelope.MAX_BUFFERS)
+    function, state = verifier.filled
+    filled = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64)(function)
+    header, text = struct.unpack_from("<II", blob, 12)
+    assert filled(state, header + 10) == 0
+    struct.pack_into("<Q", blob, 112 + text + 24, length)
+    assert filled(state, len(blob)) == 1 and not verifier.right
 
 
 def all_but_the_description_is_right(blob: bytearray, max_buffers: int) -> bool:

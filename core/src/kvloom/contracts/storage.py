@@ -20,12 +20,16 @@ class Sink(Protocol):
 
     A sink may have `max_bytes`, and refuses a longer blob. A backend whose client returns the length only together with
     the blob asks for the length first in that case, so that no longer blob is read into memory.
+
+    It may also have `expected_bytes`: the length that the blob has in all likelihood, at most `max_bytes`; 0: unknown.
+    Where asking for a length is a request of its own, reserve so much and read. If the length was another, begin anew.
     """
 
     def reserve(self, num_bytes: int) -> memoryview:
         """Writable memory for the whole blob, asked for before any of it is read.
 
-        Raises BackendError if there is no room, CorruptBlobError if no blob can be that long; do not catch them.
+        Asked again, it gives other memory, and what is in the first counts for nothing. Raises BackendError if there is
+        no room, CorruptBlobError if no blob can be that long; do not catch them.
         """
 
     def filled(self, num_bytes: int) -> None:
@@ -163,6 +167,19 @@ class StorageBackend(Component):
         Whatever becomes of the blob, to read `view` must not end the process.
         """
         return None
+
+    def map_many(self, requests: Sequence[tuple[str, int]]) -> list[MappedBlob | None]:
+        """`map` of each key and `most_bytes`, in their order. If this raises, nothing has been mapped."""
+        found: list[MappedBlob | None] = []
+        try:
+            for key, most_bytes in requests:
+                found.append(self.map(key, most_bytes))
+        except BaseException:
+            for blob in found:
+                if blob is not None:
+                    blob.close()
+            raise
+        return found
 
     def current_many(self, blobs: Sequence[MappedBlob]) -> list[bool]:
         """`current` of each, in their order. blobs: of this store; one may come twice."""

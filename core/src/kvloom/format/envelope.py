@@ -307,9 +307,11 @@ class Verifier:
 
     def __init__(
         self, data: memoryview, *, key: str, protection: Protection | None = None, decrypt: bool = True,
-        max_buffers: int = MAX_BUFFERS,
+        max_buffers: int = MAX_BUFFERS, right: bool = False,
     ) -> None:  # fmt: skip
+        """right: `native_verifier.right` has said so of all of it."""
         self._data = data
+        self._right = right
         self._max_buffers = max_buffers
         self._key = key
         self._protection = protection
@@ -335,7 +337,7 @@ class Verifier:
         Raises as `parse` does: CorruptBlobError, LaterVersionError, UnreadableBlobError.
         """
         if self._header is None:
-            right = self._native is not None and self._native.right
+            right = self._right or (self._native is not None and self._native.right)
             self._header = parse(
                 self._data[:num_bytes], key=self._key, protection=self._protection, max_buffers=self._max_buffers,
                 checked=right,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
 from functools import cache
 
 from kvloom import native
@@ -52,3 +53,21 @@ def library() -> Library | None:
     """The library, or None if there is none that can be used."""
     found = native.own_library(brief=True)
     return None if found is None else Library(found)
+
+
+def right(blobs: Sequence[memoryview], max_buffers: int) -> list[bool]:
+    """Return for each whole blob whether native code finds it right; False where there is none."""
+    verify = _verify()
+    if verify is None:
+        return [False] * len(blobs)
+    addresses = (ctypes.c_void_p * len(blobs))(*map(native.pointer, blobs))
+    sizes = (ctypes.c_uint64 * len(blobs))(*map(len, blobs))
+    answers = ctypes.create_string_buffer(len(blobs))
+    verify(addresses, sizes, len(blobs), max_buffers, answers)
+    return [*map(bool, answers.raw)]
+
+
+@cache
+def _verify() -> Callable[..., int] | None:
+    pointer, number = ctypes.c_void_p, ctypes.c_uint32
+    return native.own_function("kvloom_verify", pointer, pointer, number, number, pointer)

@@ -221,7 +221,12 @@ class DiskBackend(StorageBackend):
         return self._transfer.tried and native_reads.available()
 
     def map(self, key: str, most_bytes: int) -> MappedBlob | None:
-        return native_reads.mapped(self._layout.path(key), most_bytes) if self._maps else None
+        return self.map_many([(key, most_bytes)])[0]
+
+    def map_many(self, requests: Sequence[tuple[str, int]]) -> list[MappedBlob | None]:
+        if not self._maps:
+            return [None] * len(requests)
+        return native_reads.mapped([(self._layout.path(key), most_bytes) for key, most_bytes in requests])
 
     def current_many(self, blobs: Sequence[MappedBlob]) -> list[bool]:
         return native_reads.are_current(blobs)

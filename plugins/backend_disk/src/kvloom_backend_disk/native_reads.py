@@ -14,7 +14,7 @@ from kvloom_backend_disk.transfer import Transfer
 _INSTALLED = find_spec("kvloom_native") is not None
 if _INSTALLED:
     import kvloom_native
-    from kvloom_native import NOT_A_FILE, TOO_SHORT, Files, MappedFile, is_memory, library
+    from kvloom_native import NOT_A_FILE, TOO_SHORT, Files, MappedFile, is_memory, library, map_files
 
 _AT_ONCE = 32
 """Files that are open at once."""
@@ -34,12 +34,9 @@ def are_memory(directory: str) -> bool:
     return _INSTALLED and is_memory(directory)
 
 
-def mapped(path: str, most_bytes: int) -> MappedBlob | None:
-    """A file as memory; None if there is none, or it cannot be mapped, or has more than `most_bytes`."""
-    try:
-        return MappedFile(path, most_bytes)
-    except OSError:
-        return None
+def mapped(files: Sequence[tuple[str, int]]) -> list[MappedBlob | None]:
+    """Files as memory, given their paths and the most bytes of each; None if there is none, or it cannot be mapped."""
+    return [None if isinstance(one, OSError) else one for one in map_files(files)]
 
 
 def are_current(files: Sequence[MappedBlob]) -> list[bool]:

@@ -93,17 +93,26 @@ class MooncakeBackend(StorageBackend):
         return memory.blob if self.get_into(key, memory) else None
 
     def get_into(self, key: str, sink: Sink) -> bool:
+        """By one request, if the blob is as long as expected: it is asked for its size only if it is not."""
+        expected = int(getattr(sink, "expected_bytes", 0))
         with self._client.using() as store:
-            size = self._size(store, key)
-            if size is None:
-                return False
-            view = memoryview(sink.reserve(size)).cast("B")[:size]
-            with self._memories.target(store, view) as (start, length):
-                whole = self._read(store, key, size, lambda: store.get_into(key, start, length))
-            if whole != size:
-                return False
+            size = expected or self._size(store, key)
+            whole = self._read_into(store, key, size, sink)
+            if expected and whole != size:
+                size = self._size(store, key)
+                whole = self._read_into(store, key, size, sink)
+        if size is None or whole != size:
+            return False
         sink.filled(size)
         return True
+
+    def _read_into(self, store: Any, key: str, size: int | None, sink: Sink) -> int | None:
+        """As `_read`. size: None if there is no blob."""
+        if size is None:
+            return None
+        view = memoryview(sink.reserve(size)).cast("B")[:size]
+        with self._memories.target(store, view) as (start, length):
+            return self._read(store, key, size, lambda: store.get_into(key, start, length))
 
     def get_range(self, key: str, offset: int, into: memoryview) -> bool:
         with self._client.using() as store:

@@ -2,6 +2,6 @@
 
 from kvloom_native import resp
 from kvloom_native.files import NOT_A_FILE, TOO_SHORT, Files, library
-from kvloom_native.mapping import MappedFile, are_current, is_memory
+from kvloom_native.mapping import MappedFile, are_current, is_memory, map_files
 
-__all__ = ["NOT_A_FILE", "TOO_SHORT", "Files", "MappedFile", "are_current", "is_memory", "library", "resp"]
+__all__ = ["NOT_A_FILE", "TOO_SHORT", "Files", "MappedFile", "are_current", "is_memory", "library", "map_files", "resp"]

@@ -31,25 +31,20 @@ def is_memory(directory: str) -> bool:
 
 
 class MappedFile:
-    """A whole file as memory of this process, until `close`. Use only where `is_memory` says yes.
+    """A whole file as memory of this process, until `close`: see `map_files`.
 
     If the file becomes shorter while it is read, its missing pages read as zeros, and the process does not end: ask
     `current` afterwards. A forked child does not have it.
     """
 
-    def __init__(self, path: str, most_bytes: int) -> None:
-        """Raises OSError if there is no such file, or it cannot be mapped; one that is empty or longer cannot."""
-        found = library()
-        assert found is not None, "without the library, read the file"
-        self._library = found
-        self._path = os.fsencode(path)
-        self._mapping = _Mapping()
-        self._address = ctypes.addressof(self._mapping)
-        found.kvloom_map(ctypes.byref(self._mapping), self._path, ctypes.c_uint64(most_bytes))
-        if self._mapping.error:
-            code = max(0, self._mapping.error)
-            raise OSError(code, os.strerror(code) if code else "cannot be mapped", path)
-        memory = (ctypes.c_char * self._mapping.size).from_address(self._mapping.at)
+    def __init__(self, library: ctypes.CDLL, mapping: _Mapping, path: bytes, held: object) -> None:
+        """mapping: of this file. held: what it refers to."""
+        self._library = library
+        self._path = path
+        self._mapping = mapping
+        self._held = held
+        self._address = ctypes.addressof(mapping)
+        memory = (ctypes.c_char * mapping.size).from_address(mapping.at)
         self.view = memoryview(memory).cast("B")
         """All of the file. Not to be touched after `close`."""
 
@@ -78,3 +73,27 @@ def are_current(files: Sequence[MappedFile]) -> list[bool]:
     addresses = (ctypes.c_void_p * len(files))(*[file._address for file in files])
     found.kvloom_mappings_are_current(addresses, len(files), answers)
     return [*map(bool, answers.raw)]
+
+
+def map_files(files: Sequence[tuple[str, int]]) -> list[MappedFile | OSError]:
+    """Map files, by one call: paths, and the most bytes that each may have. An empty one cannot be mapped.
+
+    Use only where `is_memory` says yes. Raises ValueError for a path with a zero character in it.
+    """
+    native = library()
+    assert native is not None, "without the library, read the files"
+    paths = [os.fsencode(path) for path, _ in files]
+    if any(0 in path for path in paths):
+        raise ValueError("a path with a zero character in it")
+    mappings = (_Mapping * len(files))()
+    names = b"\0".join(paths) + b"\0"
+    native.kvloom_map(mappings, len(files), names, (ctypes.c_uint64 * len(files))(*[most for _, most in files]))
+    found: list[MappedFile | OSError] = []
+    for path, mapping in zip(paths, mappings, strict=True):
+        code = mapping.error
+        if code:
+            about = os.strerror(code) if code > 0 else "cannot be mapped"
+            found.append(OSError(max(0, code), about, os.fsdecode(path)))
+        else:
+            found.append(MappedFile(native, mapping, path, names))
+    return found

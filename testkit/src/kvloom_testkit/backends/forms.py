@@ -166,6 +166,35 @@ class FormRequirements(BackendRequirements):
         for blob in blobs:
             blob.close()
 
+    def test_B58_many_blobs_are_mapped_at_once(self, names: Namespace, opened: Open) -> None:
+        """`map_many` gives for each key and its `most_bytes` what `map` gives, in their order; a key may come twice.
+
+        Why: the core maps all chunks of a request at once, and takes the answers by their places.
+
+        Usually: blobs that are not there are left out; one `most_bytes` is taken for all; or a key that comes twice is
+        one blob, which is closed with the first of them.
+        """
+        backend, keys = opened(), [names.key(number) for number in range(3)]
+        blobs = [blob_of(4097), blob_of(4098), blob_of(4099)]
+        assert list(backend.map_many([])) == [], "of nothing"
+        put_all(backend, [(key, [blob]) for key, blob in zip(keys, blobs, strict=True)])
+        asked = [(keys[0], 4097), (names.key(3), 1 << 20), (keys[1], 4097), (keys[2], 4099), (keys[0], 1 << 20)]
+        found = list(backend.map_many(asked))
+        alone = backend.map(keys[0], 4097)
+        if alone is None:
+            assert found == [None] * len(asked), "none is mapped alone"
+            return
+        alone.close()
+        expected = [blobs[0], None, None, blobs[2], blobs[0]]
+        assert [None if one is None else bytes(one.view) for one in found] == expected
+        first, last = found[0], found[4]
+        assert first is not None and last is not None
+        first.close()
+        assert bytes(last.view) == blobs[0] and last.current(), "after the same blob was closed"
+        for one in found[3:]:
+            assert one is not None
+            one.close()
+
     def test_B14_get_range_fills_exactly_what_is_asked_for(self, names: Namespace, opened: Open) -> None:
         """`get_range` fills `into` with the bytes from `offset`; False if the blob ends before, or there is none.
 

@@ -250,17 +250,16 @@ class Loads:
                 seconds=self._calls.deadline, since=since, chain=context.chain, on_wait=on_wait, record=record,
             )  # fmt: skip
 
-        def mapped(number: int) -> bool:
-            found = self._mapped.open(inflights[number].wanted)
-            if found is not None:
-                settle(number, found, waited=False)
-            return found is not None
-
         doomed = self._existence.doomed()
         numbers = [number for number, inflight in enumerate(inflights) if inflight.key not in doomed]
         # A device reads faster from memory that is pinned.
         if self._maps and not (context.into_memory or self._memory.pool.pinned):
-            numbers = [number for number in numbers if not (wanted(number) and mapped(number))]
+            numbers = [number for number in numbers if wanted(number)]
+            found = self._mapped.open([inflights[number].wanted for number in numbers])
+            for number, one in zip(numbers, found, strict=True):
+                if one is not None:
+                    settle(number, one, waited=False)
+            numbers = [number for number, one in zip(numbers, found, strict=True) if one is None]
         if len(numbers) > 1:
             read(numbers)
         else:

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from kvloom.contracts.observer import Event
 from kvloom.contracts.storage import MappedBlob, StorageBackend
-from kvloom.errors import KVLoomError
 from kvloom.format import envelope
 from kvloom.memory import MappedMemory, Mappings, lease_mapped
 from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
 from kvloom.tiers.stored.inflight import Wanted
+from kvloom.tiers.stored.read import Viewed
 from kvloom.tiers.tier import Loaded
 from kvloom.types import Chunk, ChunkKey
 
@@ -38,13 +38,12 @@ class MappedChunks:
     """
 
     def __init__(
-        self, backend: StorageBackend, view: Callable[[MappedBlob, Wanted], tuple[envelope.Header, Chunk] | None],
+        self, backend: StorageBackend, view: Callable[[Sequence[tuple[MappedBlob, Wanted]]], Sequence[Viewed | None]],
         longest: Callable[[Wanted], int], outlived: Callable[[float], bool], events: EventBus,
         runtime: Runtime, *, name: str,
     ) -> None:  # fmt: skip
-        """view: verifies a blob and returns the chunk in it, or None if it has to be decoded. longest: returns the size
-        of the longest blob that a chunk can have. outlived: returns whether KV first stored at a time has expired for
-        the tier. name: the tier's."""
+        """view: `BlobReader.mapped`. longest: returns the size of the longest blob that a chunk can have. outlived:
+        returns whether KV first stored at a time has expired for the tier. name: the tier's."""
         self._backend = backend
         self._view = view
         self._longest = longest
@@ -110,47 +109,49 @@ class MappedChunks:
             raise
         return found
 
-    def open(self, wanted: Wanted) -> tuple[envelope.Header, Loaded] | None:
-        """Map and verify a blob that is not mapped yet, on the tier's thread; None if it has to be read, which then
-        says why."""
-        present = self._lease([wanted])[0]
-        if present is not None:
-            return present
+    def open(self, wanted: Sequence[Wanted]) -> list[tuple[envelope.Header, Loaded] | None]:
+        """Map and verify blobs that are not mapped yet, on the tier's thread; None for one that has to be read, which
+        then says why."""
+        found = self._lease(wanted)
+        lacking = [number for number, one in enumerate(found) if one is None]
+        if not lacking:
+            return found
         try:
-            blob = self._backend.map(str(wanted.key), self._longest(wanted))
+            blobs = self._backend.map_many([(str(wanted[n].key), self._longest(wanted[n])) for n in lacking])
         except Exception:
-            return None
-        if blob is None:
-            return None
-        view = partial(self._viewed, blob, wanted)
-        memory = MappedMemory(blob, self._mappings, verified=lambda: view() is not None)
-        viewed = None
+            return found
+        mapped = [(number, blob) for number, blob in zip(lacking, blobs, strict=True) if blob is not None]
+        opened: list[tuple[int, _Mapped]] = []
         try:
-            viewed = view()
+            viewed = self._view([(blob, wanted[number]) for number, blob in mapped])
+            for (number, blob), view in zip(mapped, viewed, strict=True):
+                if view is not None:
+                    memory = MappedMemory(blob, self._mappings, verified=partial(self._right, blob, wanted[number]))
+                    opened.append((number, _Mapped(memory, view[1], view[0], wanted[number])))
         finally:
-            if viewed is None:
-                memory.drop()
-        lease = memory.lease()
-        if viewed is None or lease is None:
-            return None
-        header, chunk = viewed
-        self._keep(wanted.key, _Mapped(memory, chunk, header, wanted))
-        return header, Loaded(chunk, lease, float(header.description.written))
+            kept = {number for number, _ in opened}
+            for number, blob in mapped:
+                if number not in kept:
+                    blob.close()
+        leases = lease_mapped([one.memory for _, one in opened])
+        self._keep([one for _, one in opened])
+        for (number, one), lease in zip(opened, leases, strict=True):
+            found[number] = one.header, Loaded(one.chunk, lease, float(one.header.description.written))
+        return found
 
-    def _viewed(self, blob: MappedBlob, wanted: Wanted) -> tuple[envelope.Header, Chunk] | None:
-        try:
-            return self._view(blob, wanted)
-        except KVLoomError:
-            return None
+    def _right(self, blob: MappedBlob, wanted: Wanted) -> bool:
+        return self._view([(blob, wanted)])[0] is not None
 
-    def _keep(self, key: ChunkKey, mapped: _Mapped) -> None:
+    def _keep(self, some: Sequence[_Mapped]) -> None:
+        surplus: list[_Mapped | None] = []
         with self._lock:
-            surplus = [self._held.pop(key, None)]
-            if self._closed:
-                surplus.append(mapped)
-            else:
-                self._held[key] = mapped
-            if len(self._held) > _MOST_MAPPED:
+            for mapped in some:
+                surplus.append(self._held.pop(mapped.wanted.key, None))
+                if self._closed:
+                    surplus.append(mapped)
+                else:
+                    self._held[mapped.wanted.key] = mapped
+            while len(self._held) > _MOST_MAPPED:
                 surplus.append(self._held.popitem(last=False)[1])
         for one in surplus:
             if one is not None:

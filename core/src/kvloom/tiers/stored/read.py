@@ -11,7 +11,7 @@ import torch
 from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import MappedBlob, StorageBackend
 from kvloom.errors import BackendError, CorruptBlobError, KVLoomError, UnreadableBlobError
-from kvloom.format import envelope
+from kvloom.format import envelope, native_verifier
 from kvloom.format.encryption import Protection
 from kvloom.memory import Reservation
 from kvloom.runtime import Runtime
@@ -26,6 +26,8 @@ from kvloom.types import Chunk, ChunkKey
 _MOST_OUTLINES = 4096
 
 _Reserve = Callable[[int], Reservation | None]
+Viewed = tuple[envelope.Header, Chunk]
+"""The header of a mapped blob, and the chunk in it."""
 Outcome = tuple[envelope.Header, Loaded | None] | Exception | None
 """The outcome of reading a blob: its header, and its chunk unless it came too late; None if there is no blob.
 
@@ -56,6 +58,8 @@ class BlobReader:
         self.views = protection is None and type(serializers[0]).view is not Serializer.view
         """Blobs as the tier writes them may be used where they lie."""
         self._outlines: dict[tuple[int, ...], tuple[torch.Tensor, int]] = {}
+        self._lengths: dict[tuple[int, ...], int] = {}
+        """Bytes of the blob of each shape that was read last; 0 if it was encoded."""
 
     def read(
         self, backend: StorageBackend, wanted: Sequence[Wanted], tell: Callable[[int, Outcome], None], *,
@@ -79,9 +83,12 @@ class BlobReader:
             return reservation
 
         buffers = [
-            _BlobBuffer(reserve, str(one.key), protection=self._protection, max_bytes=self.longest(one))
+            _BlobBuffer(
+                reserve, str(one.key), protection=self._protection, max_bytes=self.longest(one),
+                expected_bytes=self._lengths.get(one.shape, 0),
+            )
             for one in wanted
-        ]
+        ]  # fmt: skip
         unreported = set(range(len(wanted)))
 
         def done(number: int, outcome: bool | Exception) -> None:
@@ -110,19 +117,27 @@ class BlobReader:
         """Return the bytes of the longest blob that such a chunk can have."""
         return self._outline(wanted.shape, wanted.num_tokens)[1] + envelope.MAX_HEADER_BYTES
 
-    def mapped(self, blob: MappedBlob, wanted: Wanted) -> tuple[envelope.Header, Chunk] | None:
-        """Verify a mapped blob that is not signed; its header and the chunk in it, or None if it has to be decoded.
+    def mapped(self, blobs: Sequence[tuple[MappedBlob, Wanted]]) -> list[Viewed | None]:
+        """Verify mapped blobs that are not signed; None for one that is damaged, no use here, or has to be decoded."""
+        fitting = [len(blob.view) <= self.longest(wanted) for blob, wanted in blobs]
+        some = [blob.view for (blob, _), fits in zip(blobs, fitting, strict=True) if fits]
+        right = iter(native_verifier.right(some, envelope.MAX_BUFFERS))
+        found: list[Viewed | None] = []
+        for (blob, wanted), fits in zip(blobs, fitting, strict=True):
+            try:
+                found.append(self._viewed(blob.view, wanted, right=next(right)) if fits else None)
+            except KVLoomError:
+                found.append(None)
+        return found
 
-        Raises as `check` does.
-        """
+    def _viewed(self, blob: memoryview, wanted: Wanted, *, right: bool) -> Viewed | None:
+        """right: native code has found all of it right."""
         outline, _ = self._outline(wanted.shape, wanted.num_tokens)
-        if len(blob.view) > self.longest(wanted):
-            return None
-        verifier = envelope.Verifier(blob.view, key=str(wanted.key))
-        verifier.filled(len(blob.view))
+        verifier = envelope.Verifier(blob, key=str(wanted.key), right=right)
+        verifier.filled(len(blob))
         header = verifier.finish()
         serializer = self.check(header, wanted.shape, wanted.num_tokens)
-        payload = blob.view[header.header_bytes :]
+        payload = blob[header.header_bytes :]
         if len(payload) != self._layout.nbytes(wanted.shape):
             return None
         tensor = torch.frombuffer(payload, dtype=outline.dtype).view(wanted.shape)
@@ -138,6 +153,8 @@ class BlobReader:
     ) -> tuple[envelope.Header, Loaded | None]:
         header = buffer.finish()
         serializer = self.check(header, wanted.shape, wanted.num_tokens)
+        plain = header.payload_bytes == self._layout.nbytes(wanted.shape)  # others differ in length
+        self._lengths[wanted.shape] = header.header_bytes + header.payload_bytes if plain else 0
         loaded = self._decode(wanted.key, header, buffer, serializer, reserve, since=since, chain=chain, record=record)
         return header, loaded
 
@@ -153,6 +170,7 @@ class BlobReader:
             longest = max(serializer.max_encoded_bytes(like) for serializer in self._decoders.values())
             if len(self._outlines) >= _MOST_OUTLINES:
                 self._outlines.clear()
+                self._lengths.clear()
             outline = self._outlines[shape] = tensor, longest
         return outline
 
@@ -226,8 +244,11 @@ class BlobReader:
 class _BlobBuffer:
     """Memory of the pool that a backend fills with a blob, verified as it fills."""
 
-    def __init__(self, reserve: _Reserve, key: str, *, max_bytes: int, protection: Protection | None) -> None:
+    def __init__(
+        self, reserve: _Reserve, key: str, *, max_bytes: int, expected_bytes: int, protection: Protection | None
+    ) -> None:
         self.max_bytes = max_bytes
+        self.expected_bytes = expected_bytes
         self._protection = protection
         self._reserve = reserve
         self._key = key

@@ -411,3 +411,32 @@ class MapsAreAskedAboutOnce(Mutant, CompleteDirectoryBackend):
 
     def current_many(self, blobs: Sequence[MappedBlob]) -> list[bool]:
         return super().current_many([*dict.fromkeys(blobs)])
+
+
+class MapsOnlyWhatIsThere(Mutant, CompleteDirectoryBackend):
+    """Leaves out what cannot be mapped."""
+
+    breaks = "B58"
+
+    def map_many(self, requests: Sequence[tuple[str, int]]) -> list[MappedBlob | None]:
+        return [one for one in super().map_many(requests) if one is not None]
+
+
+class MapsWithOneBound(Mutant, CompleteDirectoryBackend):
+    """Takes the largest bound for all."""
+
+    breaks = "B58"
+
+    def map_many(self, requests: Sequence[tuple[str, int]]) -> list[MappedBlob | None]:
+        most = max([bound for _, bound in requests], default=0)
+        return super().map_many([(key, most) for key, _ in requests])
+
+
+class MapsEachKeyOnce(Mutant, CompleteDirectoryBackend):
+    """The same key is the same memory."""
+
+    breaks = "B58"
+
+    def map_many(self, requests: Sequence[tuple[str, int]]) -> list[MappedBlob | None]:
+        found = dict(zip([key for key, _ in requests], super().map_many(requests), strict=True))
+        return [found[key] for key, _ in requests]
