@@ -230,12 +230,10 @@ class Simulation:
         self.done["preempted"] += 1
         return None
 
-    def _running(
-        self, name: str, one: _Request, after: int, before: Sequence[int] | None = None
-    ) -> Scheduled:  # fmt: skip
-        """before: lengths of the tables that the workers know."""
+    def _running(self, name: str, one: _Request, after: int, before: Sequence[int] = ()) -> Scheduled:
+        """before: lengths of the tables that are known, unless it was not running."""
         fresh, one.running = not one.running, True
-        known = [0] * len(self.groups) if fresh or before is None else before
+        known = [0] * len(self.groups) if fresh else before
         tables = [table[count:] for table, count in zip(one.tables, known, strict=True)]
         return Scheduled(name, tables, fresh, one.computed, after)
 

@@ -123,6 +123,10 @@ def test_ranks_keep_their_parts(convolutions: Run) -> None:
     same(found, control)
 
 
-def test_states_that_vllm_does_not_keep_are_refused_at_start_up(convolutions: Run) -> None:
-    printed = convolutions(generate([tokens(1, 300)]), fails=True, enable_prefix_caching=False)
-    assert "mamba_cache_mode none" in printed and "--enable-prefix-caching" in printed
+@pytest.mark.parametrize(("setting", "said"), [
+    ({"enable_prefix_caching": False}, "mamba_cache_mode none"), ({"prefix_match_unit": 64}, "hashes of 64"),
+])  # fmt: skip
+def test_states_that_cannot_be_kept_are_refused_at_start_up(
+    convolutions: Run, setting: dict[str, Any], said: str
+) -> None:
+    assert said in convolutions(generate([tokens(1, 300)]), fails=True, **setting)
