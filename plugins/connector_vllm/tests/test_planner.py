@@ -399,3 +399,13 @@ def test_a_hit_ends_at_a_state_that_every_group_reaches() -> None:
         hit, _ = one.reach("r", 0, [[True] * whole + [False] * (5 - whole), states], lambda group, number: ())
         assert (hit.tokens, hit.offers[1].chunks) == (tokens, tokens // BLOCK)
     assert one.reach("r", 16, [[True] * 3, [False] * 10], lambda group, number: ())[0].tokens == 16
+
+
+def test_a_hit_ends_where_a_block_of_every_group_does() -> None:
+    """Full attention ends in the middle of a block of the windows, which have all of it: from a longer prompt."""
+    groups = [Group(BLOCK, 4 * BLOCK), Group(2 * BLOCK, 2 * BLOCK, window=7)]
+    one = Planner(groups, hash_tokens=BLOCK, save_generated=False)
+    one.begin(FakeRequest("r", list(range(40))), NOBODY)
+    pieces = one.pieces_of("r", 0, 0).pieces[1:3]
+    hit, _ = one.reach("r", 0, [[False] * 2, [True] * 5], lambda group, chunk: () if group or chunk else pieces)
+    assert hit.tokens == 2 * BLOCK

@@ -344,7 +344,7 @@ def test_the_longest_prefix_is_found(
         if all(there(position, end) for position in attended(kind, end))
     ]  # fmt: skip
     found = reach(group, local * unit, (local + more) * unit, held, ends, unit=unit)
-    # What full attention has is rounded down by the other groups, or is a multiple: then its chunks are, too.
+    # What full attention has is rounded down by the planner.
     assert (found // unit * unit if group.full else found) == max(fine)
 
 

@@ -54,16 +54,17 @@ def test_hits_answer_as_the_engines_own_prefix_cache(of_kind: Callable[[str], Ru
 
 
 def test_a_shared_beginning_is_found_where_vllm_kept_its_state(convolutions: Run) -> None:
-    """Once two prompts have parted there; and the next turn of a chat, from a state that was generated."""
+    """Once two prompts have parted there; behind a state that vLLM has itself; and the next turn of a chat, from a
+    state that was generated."""
     stem = tokens(1, 900)
-    prompts = [stem, stem[:512] + tokens(3, 200)]
+    prompts = [stem[:300], stem, stem[:512] + tokens(3, 200)]
     chat = {"chat": {"prompt": tokens(5, 200), "turns": [tokens(6, 60), tokens(7, 60)], "max_tokens": 140}}
     config = {"chunk_tokens": 4 * BLOCK, "save_decode_cache": True}
     third = stem[:512] + tokens(4, 30)
     _, _, control, talk = convolutions(generate(prompts), chat, generate([*prompts, third]), chat, connector=False)
     convolutions(generate(prompts), chat, {"settle": {}}, config=config)
     found, again = convolutions(generate([*prompts, third]), chat, config=config)
-    assert [one["cached"] for one in found] == [one["cached"] for one in control] == [896, 640, 512]
+    assert [one["cached"] for one in found] == [one["cached"] for one in control] == [256, 896, 640, 512]
     same(found, control)
     assert [one["cached"] for one in again] == [one["cached"] for one in talk] == [256, 384]
     same(again, talk)
@@ -122,6 +123,10 @@ def test_ranks_keep_their_parts(convolutions: Run) -> None:
     same(found, control)
 
 
-def test_states_that_vllm_does_not_keep_are_refused_at_start_up(convolutions: Run) -> None:
-    printed = convolutions(generate([tokens(1, 300)]), fails=True, enable_prefix_caching=False)
-    assert "mamba_cache_mode none" in printed and "--enable-prefix-caching" in printed
+@pytest.mark.parametrize(("setting", "said"), [
+    ({"enable_prefix_caching": False}, "mamba_cache_mode none"), ({"prefix_match_unit": 64}, "hashes of 64"),
+])  # fmt: skip
+def test_states_that_cannot_be_kept_are_refused_at_start_up(
+    convolutions: Run, setting: dict[str, Any], said: str
+) -> None:
+    assert said in convolutions(generate([tokens(1, 300)]), fails=True, **setting)

@@ -157,7 +157,8 @@ class Planner:
                     found = there(number, chunk)
                     return found[-1].end if found else chunk * size
 
-                tokens = reach(group, local, tokens, held[number], ends, unit=unit)
+                # Rounded down here: full attention may end within a block of another group, which may have all of it.
+                tokens = reach(group, local, tokens, held[number], ends, unit=unit) // unit * unit
             if len(self.groups) == 1:
                 break
         offers = []

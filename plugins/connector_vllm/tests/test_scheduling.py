@@ -1,0 +1,89 @@
+"""The scheduler's half beside an engine and workers that are simulated, and planted faults, each of which is found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+from scheduling import Simulation, Violation
+
+from kvloom_connector_vllm.plan import Boundary, Group, Move, Scheduled, Step
+from kvloom_connector_vllm.planner import Planner
+from kvloom_connector_vllm.scheduler import Report, Scheduler
+
+
+def simulated(seeds: Iterable[int], operations: int) -> Counter[str]:
+    done: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            done += Simulation(seed).run(operations)
+        except Violation as error:
+            raise AssertionError(f"Simulation({seed}).run({operations}): {error}") from error
+    return done
+
+
+def test_requests_come_and_go_and_no_kv_is_wrong() -> None:
+    done = simulated(range(8), 400)
+    assert min(done[what] for what in ("hits", "stored", "preempted", "failed")) > 5, "or it tests nothing"
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_operations() -> None:
+    simulated(range(100, 200), 1000)
+
+
+def _step_for_the_known(
+    self: Planner, scheduled: Iterable[Scheduled], boundaries: Iterable[Boundary] = (), *, real: Any = Planner.step
+) -> Step:
+    return real(self, [one for one in scheduled if self.request(one.request)], boundaries)
+
+
+def _all_states(self: Planner, boundary: Boundary, saves: list[Move], *, real: Any = Planner._save_state) -> None:
+    size = self.groups[boundary.group].block_tokens
+    real(self, boundary._replace(tokens=-(-boundary.tokens // size) * size), saves)
+
+
+def _move_of_everything(self: Planner, *arguments: Any, real: Any = Planner._move) -> Move | None:
+    return real(self, *arguments[:-1], 0)
+
+
+def _first_rank_is_enough(self: Scheduler, report: Report, *, real: Any = Scheduler.report) -> None:
+    report.saved = Counter(dict.fromkeys(report.saved, len(self._ranks)))
+    real(self, report)
+
+
+def _keeps_all(self: Planner, fence: set[int]) -> Sequence[Move]:
+    ended, self._ended = self._ended, []
+    return tuple(ended)
+
+
+def _window_too_short(self: Group, tokens: int, *, real: Any = Group.first) -> int:
+    return min(tokens, real(self, tokens) + 1) if self.window else real(self, tokens)
+
+
+def _no_states(self: Group, tokens: int, *, real: Any = Group.first) -> int:
+    return tokens if self.state else real(self, tokens)
+
+
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "blocks are not fenced": (Planner, "_fence", lambda self, blocks, fence: None),
+    "blocks of unknown requests are not fenced": (Planner, "step", _step_for_the_known),
+    "blocks are free when one rank has read them": (Scheduler, "report", _first_rank_is_enough),
+    "saves of requests that are over are begun though their blocks go": (Planner, "_unneeded", _keeps_all),
+    "blocks that were given up are saved": (Planner, "_move", _move_of_everything),
+    "states are saved where they are not whole": (Planner, "_save_state", _all_states),
+    "a reset seals nothing": (Planner, "seal", lambda self: None),
+    "a failed load is tried again": (Planner, "doubt", lambda self, failed, everything=False: None),
+    "windows are loaded without their first token": (Group, "first", _window_too_short),
+    "states are not loaded": (Group, "first", _no_states),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    where, name, wrong = FAULTS[fault]
+    monkeypatch.setattr(where, name, wrong)
+    with pytest.raises(AssertionError, match=r"Simulation\(\d+\)"):
+        simulated(range(30), 400)
