@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -45,14 +46,17 @@ class Transfer:
 
     def load(
         self, stop: Cancellation, segments: Sequence[Segment], where: Where | None, *, keys: Sequence[ChunkKey],
-        record: RequestTrace, into: GPUConnector | None = None, pieces: Pieces | None = None,
+        record: RequestTrace, into: GPUConnector | None = None, pieces: Pieces | None = None, at_once: bool = False,
     ) -> torch.Tensor:  # fmt: skip
         """Move each segment that a tier delivers into the engine's KV, and pieces of the first that none delivers.
 
-        where: None for into memory only. Returns a bool for each segment: whether it was moved.
+        where: None for into memory only. at_once: see `Engine.load`. Returns a bool for each segment: whether it was
+        moved.
         """
         runs = self._runs(stop, segments, keys, record, gaps=True, pieces=pieces, into_memory=where is None)
-        moved = frozenset(self._moved(stop, segments, where, runs, into or self._connector, record, leading=False))
+        most = math.inf if at_once else PIECE_BYTES
+        connector = into or self._connector
+        moved = frozenset(self._moved(stop, segments, where, runs, connector, record, leading=False, most=most))
         return torch.tensor([segment in moved for segment in segments], dtype=torch.bool)
 
     def load_leading(
@@ -68,15 +72,15 @@ class Transfer:
 
     def _moved(
         self, stop: Cancellation, segments: Sequence[Segment], where: Where | None, runs: Runs, connector: GPUConnector,
-        record: RequestTrace, *, leading: bool,
+        record: RequestTrace, *, leading: bool, most: float = PIECE_BYTES,
     ) -> list[Segment]:  # fmt: skip
-        """leading: end at the first segment that is lost."""
+        """leading: end at the first segment that is lost. most: bytes that are copied at once."""
         moved: list[Segment] = []
         began, nbytes = self._now(), 0
         with record.going_on(), closing(runs):
             if where is not None:
                 check_where(connector, segments, where)
-            for run in (piece for whole in runs for piece in _in_pieces(whole, lambda pair: pair[1].chunk)):
+            for run in (piece for whole in runs for piece in _in_pieces(whole, lambda pair: pair[1].chunk, most)):
                 here = [segment for segment, _ in run]
                 if where is not None:
                     chunks = [loaded.chunk for _, loaded in run]
@@ -153,12 +157,12 @@ class Transfer:
         return context
 
 
-def _in_pieces(run: Sequence[T], chunk_of: Callable[[T], Chunk]) -> Iterator[Sequence[T]]:
-    """Cut where more would be moved than `PIECE_BYTES`."""
+def _in_pieces(run: Sequence[T], chunk_of: Callable[[T], Chunk], most: float = PIECE_BYTES) -> Iterator[Sequence[T]]:
+    """Cut where more would be moved than `most` bytes."""
     first, nbytes = 0, 0
     for number, each in enumerate(run):
         size = chunk_of(each).nbytes
-        if number > first and nbytes + size > PIECE_BYTES:
+        if number > first and nbytes + size > most:
             yield run[first:number]
             first, nbytes = number, 0
         nbytes += size

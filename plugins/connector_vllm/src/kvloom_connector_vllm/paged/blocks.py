@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from kvloom.device import Device, device_of
 
 from .. import native
 from .bounce import BounceBuffers, Near, mark
+from .layers import LayerEvents
 from .move import Move
 from .settings import VLLMConfig
 from .slots import Slots
@@ -27,13 +28,14 @@ class VLLMConnector(GPUConnector):
     next to each other; `blocks`, ids in the order of the sequence, -1 for a block to skip (reading needs every block);
     `first_block`, the place in the sequence of the first one, in blocks. `ready`: optional, an event of the device
     after which the pages may be read or written; without it, what the calling thread's stream has queued comes before.
+    `layer_events`: optional, told of each layer that is written.
     """
 
     type = "vllm"
     format = MemoryFormat.KV_PAGES
     Config = VLLMConfig
     config: VLLMConfig
-    _words = frozenset({"pages", "blocks", "first_block", "ready"})
+    _words = frozenset({"pages", "blocks", "first_block", "ready", "layer_events"})
 
     def __init__(self, config: VLLMConfig, spec: Any = None) -> None:
         super().__init__(config, spec)
@@ -102,25 +104,43 @@ class VLLMConnector(GPUConnector):
             raise ValueError(f"blocks: some of tokens {segment.start} to {segment.end} are left out")
         tensors, buffers = self._tensors(segments, chunks), self._buffers(pages[0].device)
         if buffers is not None:
-            return buffers.read(tensors, self._near(buffers.device, its, chosen, tensors, False, how), ready)
-        self._move(its, chosen, tensors, to_pages=False, how=how)
+            return buffers.read(tensors, self._near(buffers.device, its, chosen, tensors, False, how)(), ready)
+        for move in self._moves(its, chosen, tensors, to_pages=False, how=how):
+            move()
         return None
 
     @torch.inference_mode()
     def write(
         self, segments: Sequence[Segment], chunks: Sequence[Chunk], *, pages: Sequence[torch.Tensor],
-        blocks: Sequence[int], first_block: int = 0, ready: Any = None, **how: Any,
+        blocks: Sequence[int], first_block: int = 0, ready: Any = None, layer_events: LayerEvents | None = None,
+        **how: Any,
     ) -> Fence | None:  # fmt: skip
-        """Copy chunks into pages."""
+        """Copy chunks into pages; one layer of all chunks after another if these are all that `layer_events` is of."""
         if not segments:
             return None
         its = self._pages_of(pages)
         chosen = self._chosen(segments, blocks, first_block, its)
         tensors, buffers = self._tensors(segments, chunks), self._buffers(pages[0].device)
+        if layer_events is not None and layer_events.chunks == len(segments):
+            if buffers is not None:
+                return self._write_layers(buffers, its, chosen, tensors, layer_events, ready, how)
+            for move in self._moves(its, chosen, tensors, to_pages=True, how=how, by_layer=True):
+                move()
+                layer_events.there()
+            return None
         if buffers is not None:
-            return buffers.write(tensors, self._near(buffers.device, its, chosen, tensors, True, how), ready)
-        self._move(its, chosen, tensors, to_pages=True, how=how)
+            return buffers.write(tensors, self._near(buffers.device, its, chosen, tensors, True, how)(), ready)
+        for move in self._moves(its, chosen, tensors, to_pages=True, how=how):
+            move()
         return None
+
+    def _write_layers(
+        self, buffers: BounceBuffers, its: _Pages, chosen: _Chosen, tensors: Sequence[torch.Tensor],
+        events: LayerEvents, ready: Any, how: Mapping[str, Any],
+    ) -> Fence:  # fmt: skip
+        near = self._near(buffers.device, its, chosen, tensors, True, how, by_layer=True)
+        layers = (([self._layer(one, layer) for one in tensors], near(layer)) for layer in range(len(its.views)))
+        return buffers.write_layers(tensors, layers, partial(events.there, buffers.device), ready)
 
     def _pages_of(self, pages: Sequence[torch.Tensor]) -> _Pages:
         """The pages as numbers; those of a tuple, which is what an engine's connector passes, are worked out once."""
@@ -148,33 +168,56 @@ class VLLMConnector(GPUConnector):
 
     def _near(
         self, device: Device, its: _Pages, chosen: _Chosen, tensors: Sequence[torch.Tensor], to_pages: bool,
-        how: Mapping[str, Any],
-    ) -> Near:  # fmt: skip
-        """Between the pages and buffers on their device, of the chunks from a number on. All tables are made here."""
+        how: Mapping[str, Any], *, by_layer: bool = False,
+    ) -> Callable[..., Near]:  # fmt: skip
+        """Between the pages and buffers on their device, of the chunks from a number on. All tables are made here.
+
+        by_layer: the result is given a layer, and its buffers have this one only.
+        """
         run = native.runner(its.device) if self._alike(its, tensors, **how) else None
         if run is None:
             ids = chosen.lists()
 
-            def by_torch(first: int, parts: Sequence[torch.Tensor]) -> object:
-                some = ids[first : first + len(parts)]
-                return device.queue(lambda: self._by_torch(its.views, some, parts, to_pages=to_pages, how=how))
+            def by_torch(layer: int = 0) -> Near:
+                views = its.views[layer : layer + 1] if by_layer else its.views
+
+                def near(first: int, parts: Sequence[torch.Tensor]) -> object:
+                    some = ids[first : first + len(parts)]
+                    return device.queue(lambda: self._by_torch(views, some, parts, to_pages=to_pages, how=how))
+
+                return near
 
             return by_torch
         table, slots, counts = self._table(its, chosen, **how)
-        tables = native.Tables.buffered(table, slots, counts, to_pages=to_pages)
-        return lambda first, parts: device.queue(partial(run, tables.part(first, parts)))
+        tables = native.Tables.buffered(table, slots, counts, to_pages=to_pages, by_layer=by_layer)
 
-    def _move(
-        self, its: _Pages, chosen: _Chosen, tensors: Sequence[torch.Tensor], *, to_pages: bool, how: Mapping[str, Any]
-    ) -> None:
-        """Between pages and tensors, in host memory; done on return."""
+        def by_native(layer: int = 0) -> Near:
+            own = tables.layer(layer) if by_layer else tables
+            return lambda first, parts: device.queue(partial(run, own.part(first, parts)))
+
+        return by_native
+
+    def _moves(
+        self, its: _Pages, chosen: _Chosen, tensors: Sequence[torch.Tensor], *, to_pages: bool, how: Mapping[str, Any],
+        by_layer: bool = False,
+    ) -> Iterator[Callable[[], object]]:  # fmt: skip
+        """Between pages and tensors, in host memory: one call, which moves everything, or one for each layer."""
         at_once = self._alike(its, tensors, **how) and all(map(self._in_one_piece, tensors))
         run = native.runner(its.device) if at_once and tensors[0].device == its.device else None
         if run is None:
-            self._by_torch(its.views, chosen.lists(), tensors, to_pages=to_pages, how=how)
-        elif chosen.ids.max() >= 0:
-            table, slots, _ = self._table(its, chosen, **how)
-            run(native.Tables.of(Move(table, slots, list(map(self._by_plane, tensors)), to_pages)))
+            go = partial(self._by_torch, ids=chosen.lists(), to_pages=to_pages, how=how)
+            if not by_layer:
+                yield partial(go, its.views, tensors=tensors)
+                return
+            for layer in range(len(its.views)):
+                yield partial(go, its.views[layer : layer + 1], tensors=[self._layer(one, layer) for one in tensors])
+            return
+        if chosen.ids.max() < 0:
+            run = id  # there is nothing to be moved
+        table, slots, _ = self._table(its, chosen, **how)
+        tables = native.Tables.of(Move(table, slots, list(map(self._by_plane, tensors)), to_pages))
+        for layer in range(len(its.views)) if by_layer else (None,):
+            yield partial(run, tables if layer is None else tables.layer(layer))
 
     def _by_torch(
         self, pages: Sequence[torch.Tensor], ids: Sequence[list[int]], tensors: Sequence[torch.Tensor], *,
@@ -209,6 +252,10 @@ class VLLMConnector(GPUConnector):
     def _by_plane(self, tensor: torch.Tensor) -> torch.Tensor:
         """A chunk as `Move` has them."""
         return tensor.unsqueeze(0)
+
+    def _layer(self, tensor: torch.Tensor, layer: int) -> torch.Tensor:
+        """One layer of a chunk, as a chunk of a model of one layer."""
+        return tensor[layer : layer + 1]
 
     def _tensors(self, segments: Sequence[Segment], chunks: Sequence[Chunk]) -> list[torch.Tensor]:
         """The tensors of chunks. ValueError unless each is that of its segment."""
@@ -355,6 +402,9 @@ class VLLMBlobConnector(VLLMConnector):
 
     def _by_plane(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
+
+    def _layer(self, tensor: torch.Tensor, layer: int) -> torch.Tensor:
+        return tensor[:, layer : layer + 1]
 
     def _take(  # type: ignore[override]
         self, view: torch.Tensor, ids: torch.Tensor, into: torch.Tensor, layer: int, *, order: torch.Tensor

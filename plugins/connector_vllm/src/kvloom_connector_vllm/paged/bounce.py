@@ -72,17 +72,17 @@ class BounceBuffers:
 
     def write_layers(
         self, chunks: Sequence[torch.Tensor], layers: Iterable[tuple[Sequence[torch.Tensor], Near]],
-        there: Callable[[int, StreamEvent], None], ready: StreamEvent | None = None,
+        there: Callable[[StreamEvent], None], ready: StreamEvent | None = None,
     ) -> Queued:  # fmt: skip
         """`write`, one layer of all chunks after another.
 
-        layers: of each, the chunks' parts, and the function that queues moves of these. there: is told of each layer,
-        and of an event after which it is in the pages, as soon as it is queued.
+        layers: of each, the chunks' parts, and the function that queues moves of these. there: is given an event after
+        which the layer is in the pages, as soon as it is queued.
         """
         with self._in.going_on(ready, chunks) as way:
-            for layer, (parts, scatter) in enumerate(layers):
+            for parts, scatter in layers:
                 self._write(way, parts, scatter)
-                there(layer, way.near.record_event())
+                there(way.near.record_event())
             return Queued(way.near.record_event(), way)
 
     def _write(self, way: _Way, chunks: Sequence[torch.Tensor], scatter: Near) -> None:
