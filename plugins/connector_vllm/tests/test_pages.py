@@ -14,6 +14,7 @@ import torch
 from kvloom import ByteSize, Chunk, ChunkKey, KVSpec, Segment
 from kvloom_connector_vllm import native
 from kvloom_connector_vllm.paged.blocks import VLLMBlobConnector, VLLMConnector
+from kvloom_connector_vllm.paged.layers import LayerEvents
 from kvloom_connector_vllm.paged.settings import Geometry, VLLMConfig
 from kvloom_testkit import ConnectorConformance, ConnectorHarness, EngineMemory
 from kvloom_testkit.connectors.memories import done, same
@@ -319,6 +320,13 @@ def test_the_work_that_is_queued_is_the_same_for_every_move(verb: str, chunks: i
     assert chunks < 8 or many.work(verb, fillings=8) == [(8, 8, 2), (8, 8, 0), (8, 8, 0)]
 
 
+@pytest.mark.parametrize("layers", [2, 32])
+@pytest.mark.parametrize("chunks", [1, 8, 64])
+def test_by_layer_it_is_so_for_each_layer(chunks: int, layers: int) -> None:
+    each = (layers, layers, 2), (layers, layers, 0), (layers, layers, 0)
+    assert Counted(chunks, layers, 16).work("write", fillings=1, by_layer=True) == [*each]
+
+
 class Counted:
     """Moves on a device that counts: launches, batches of copies, and pieces of memory of each."""
 
@@ -334,7 +342,7 @@ class Counted:
         pages = tuple(torch.zeros(chunks * blocks, elements, dtype=torch.bfloat16) for _ in range(layers))
         self.where = {"pages": pages, "blocks": list(range(chunks * blocks))}
 
-    def work(self, verb: str, *, fillings: int, **more: Any) -> list[tuple[int, int, int]]:
+    def work(self, verb: str, *, fillings: int, by_layer: bool = False) -> list[tuple[int, int, int]]:
         """Of three moves, one after another, each of which fills buffers that often."""
         device, counts = SimulatedDevice(1), []
         with device.installed():
@@ -344,9 +352,38 @@ class Counted:
             own = [Chunk(tensor, connector.format, self.tokens) for tensor in rooms]
             for _ in range(3):
                 before = device.queued, device.copies, device.allocations
+                more = {"layer_events": LayerEvents(self.spec.num_layers, len(own))} if by_layer else {}
                 done(getattr(connector, verb)(self.segments, own, **self.where, **more))
                 queued, copies, allocations = (now - then for now, then in zip(
                     (device.queued, device.copies, device.allocations), before, strict=True
                 ))  # fmt: skip
                 counts.append((queued - copies, copies, allocations))
         return counts
+
+
+@pytest.mark.usefixtures("by")
+@pytest.mark.parametrize("kind", [VLLMConnector, VLLMBlobConnector])
+@pytest.mark.parametrize("staging", [2, 2048])
+def test_by_layer_the_same_is_written(kind: type[VLLMConnector], staging: int) -> None:
+    """Of chunks of several sizes, with blocks that are left out."""
+    one = kind(VLLMConfig(geometry=geometry(SPEC), staging=ByteSize(staging)), SPEC)
+    memory = (PagedMemory if kind is VLLMConnector else KnownMemory)(SPEC, 24)
+    order = {name: what for name, what in memory.where.items() if name == "order"}
+    ends = [0, 8, 12, 24]
+    segments = [Segment(a, b, ChunkKey("f/-", n, bytes(32))) for n, (a, b) in enumerate(itertools.pairwise(ends))]
+    chance = torch.Generator().manual_seed(3)
+    chunks = [
+        Chunk(
+            torch.randn(one.shape(s.end - s.start), generator=chance).to(SPEC.torch_dtype), one.format, s.end - s.start
+        )
+        for s in segments
+    ]
+    written = []
+    for events in (None, LayerEvents(SPEC.num_layers, 3), LayerEvents(SPEC.num_layers, 4)):
+        pages = [torch.zeros_like(view) for view in memory.where["pages"]]
+        where = {"pages": pages, "blocks": [5, -1, 2, 7, -1, 0], **order, "layer_events": events}
+        done(one.write(segments, chunks, **where))
+        written.append(torch.stack(pages))
+        if events is not None:
+            assert len(events._queued) == (SPEC.num_layers if events.chunks == 3 else 0)
+    assert torch.equal(written[0], written[1]) and torch.equal(written[0], written[2]) and written[0].any()
