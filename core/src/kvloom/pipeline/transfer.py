@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -54,9 +53,8 @@ class Transfer:
         moved.
         """
         runs = self._runs(stop, segments, keys, record, gaps=True, pieces=pieces, into_memory=where is None)
-        most = math.inf if at_once else PIECE_BYTES
         connector = into or self._connector
-        moved = frozenset(self._moved(stop, segments, where, runs, connector, record, leading=False, most=most))
+        moved = frozenset(self._moved(stop, segments, where, runs, connector, record, leading=False, at_once=at_once))
         return torch.tensor([segment in moved for segment in segments], dtype=torch.bool)
 
     def load_leading(
@@ -72,15 +70,16 @@ class Transfer:
 
     def _moved(
         self, stop: Cancellation, segments: Sequence[Segment], where: Where | None, runs: Runs, connector: GPUConnector,
-        record: RequestTrace, *, leading: bool, most: float = PIECE_BYTES,
+        record: RequestTrace, *, leading: bool, at_once: bool = False,
     ) -> list[Segment]:  # fmt: skip
-        """leading: end at the first segment that is lost. most: bytes that are copied at once."""
+        """leading: end at the first segment that is lost."""
         moved: list[Segment] = []
         began, nbytes = self._now(), 0
         with record.going_on(), closing(runs):
             if where is not None:
                 check_where(connector, segments, where)
-            for run in (piece for whole in runs for piece in _in_pieces(whole, lambda pair: pair[1].chunk, most)):
+            pieces = (piece for whole in runs for piece in _in_pieces(whole, lambda pair: pair[1].chunk))
+            for run in runs if at_once else pieces:
                 here = [segment for segment, _ in run]
                 if where is not None:
                     chunks = [loaded.chunk for _, loaded in run]
@@ -157,12 +156,12 @@ class Transfer:
         return context
 
 
-def _in_pieces(run: Sequence[T], chunk_of: Callable[[T], Chunk], most: float = PIECE_BYTES) -> Iterator[Sequence[T]]:
-    """Cut where more would be moved than `most` bytes."""
+def _in_pieces(run: Sequence[T], chunk_of: Callable[[T], Chunk]) -> Iterator[Sequence[T]]:
+    """Cut where more would be moved than `PIECE_BYTES`."""
     first, nbytes = 0, 0
     for number, each in enumerate(run):
         size = chunk_of(each).nbytes
-        if number > first and nbytes + size > most:
+        if number > first and nbytes + size > PIECE_BYTES:
             yield run[first:number]
             first, nbytes = number, 0
         nbytes += size
