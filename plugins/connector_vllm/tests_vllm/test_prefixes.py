@@ -54,13 +54,14 @@ def test_without_the_engines_own_cache_all_comes_from_here(run: Run) -> None:
     assert metrics["vllm:external_prefix_cache_hits"] == sum(FOUND)
 
 
-def test_layer_by_layer_from_memory(run: Run) -> None:
+def test_layer_by_layer_from_memory(run: Run, tmp_path: Path) -> None:
     """Beside requests that have nothing to wait for, and of one whose prompt was not seen before."""
     one = {"generate": {"prompts": [*PROMPTS, tokens(9, 90)]}}
     extra = {"async_load": False, "by_layer": True}
     _, control, _, _, found = run(one, one, {"settle": {}}, {"forget": {}}, one, tiers=[memory()], extra=extra)
     assert [one["cached"] for one in found] == [*FOUND, 0]
     same(found, control)
+    assert "without a wait" not in (tmp_path / "log-1").read_text(), "vLLM waits for every layer"
 
 
 def test_memory_alone_serves_the_same_process(run: Run) -> None:
