@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.device import CurrentStreams
+from kvloom.device import CudaDevice, CurrentStreams
 
 
 class Cuda(SimpleNamespace):
@@ -56,3 +56,14 @@ def test_without_cuda_there_is_nothing_to_carry(monkeypatch: pytest.MonkeyPatch)
     streams = CurrentStreams()
     with streams.current():
         assert not streams
+
+
+def test_a_batch_copies_all_pieces_those_that_are_apart_too() -> None:
+    """By torch, as on a GPU; but for what it does there with memory that is not in one piece."""
+    source = torch.arange(24.0).view(2, 3, 4)
+    to = torch.zeros(2, 3, 4)
+    device = CudaDevice(torch.device("cuda", 0))
+    device.copy_batch([to[:, 1], to[0, 2]], [source[:, 1], source[0, 2]])
+    assert to.flatten().nonzero().flatten().tolist() == [*range(4, 12), *range(16, 20)]
+    assert torch.equal(to[:, 1], source[:, 1])
+    device.copy_batch([], [])

@@ -281,10 +281,13 @@ def unmark(where: dict[str, Any]) -> dict[str, Any]:
     return {**where, "kv": where["kv"][1]} if isinstance(where["kv"], tuple) else where
 
 
-@pytest.mark.parametrize("verb", ["load", "save"])
+@pytest.mark.parametrize(
+    ("verb", "more", "moved"), [("load", {}, 2), ("save", {}, 2), ("load", {"at_once": True}, 8)], ids=str
+)
 def test_who_cancels_waits_for_a_piece_and_not_for_all(
-    open_engine: Open, gate: Gate, monkeypatch: pytest.MonkeyPatch, verb: str
+    open_engine: Open, gate: Gate, monkeypatch: pytest.MonkeyPatch, verb: str, more: dict[str, bool], moved: int
 ) -> None:
+    """But for what has to be moved at once."""
     monkeypatch.setattr(transfer, "PIECE_BYTES", 2 * CHUNK_BYTES)
     tokens, kv, engine, pieces = tokens_of(8 * CHUNK), kv_of(8 * CHUNK), open_engine(MEMORY), []
     if verb == "load":
@@ -298,15 +301,15 @@ def test_who_cancels_waits_for_a_piece_and_not_for_all(
         return real(self, segments, chunks, **where)
 
     monkeypatch.setattr(PlainConnector, method, slow)
-    task = getattr(engine, verb)(engine.segments(tokens), kv=kv)
+    task = getattr(engine, verb)(engine.segments(tokens), kv=kv, **more)
     gate.reached()
     canceller = threading.Thread(target=task.cancel)
     canceller.start()
     assert eventually(lambda: task.cancelled)
     gate.open()
     canceller.join(20)
-    assert eventually(lambda: task.done) and pieces == [2]
-    assert task.result().tolist() == [verb == "load"] * 2 + [False] * 6
+    assert eventually(lambda: task.done) and pieces == [moved]
+    assert task.result().tolist() == [verb == "load"] * moved + [False] * (8 - moved)
 
 
 def test_a_cancelled_or_late_load_never_writes_afterwards(open_engine: Open, gate: Gate) -> None:

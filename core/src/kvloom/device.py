@@ -78,6 +78,9 @@ class Device(Protocol):
         """Queue a copy, of parts that are contiguous in both. Pinned memory is read and written when the copy runs; for
         other memory of the host the caller may be kept until it has."""
 
+    def copy_batch(self, to: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Queue copies, in any order among themselves: `copy` of each, by one call. They do not overlap."""
+
     def queue(self, work: Callable[[], object]) -> object:
         """Queue what `work` does on the device. What it reads in host memory may be read when it runs. Returns what
         has to be kept until it is done."""
@@ -117,11 +120,14 @@ class CudaDevice:
         return memory.is_cuda
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        if to.is_contiguous() and source.is_contiguous():
-            to.copy_(source, non_blocking=True)
-        else:  # torch would copy them twice, by way of memory that is not pinned
-            for one, other in zip(to, source, strict=True):
-                self.copy(one, other)
+        for one, other in _pieces(to, source):
+            one.copy_(other, non_blocking=True)
+
+    def copy_batch(self, to: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        pairs = [pair for given in zip(to, sources, strict=True) for pair in _pieces(*given)]
+        # Its loop is in C++: for each copy it takes the interpreter a microsecond or two less.
+        if pairs:
+            self._torch._foreach_copy_([one for one, _ in pairs], [other for _, other in pairs], non_blocking=True)
 
     def queue(self, work: Callable[[], object]) -> object:
         with self._cuda.device(self._index):  # else a launch goes to the thread's current device, 0 at first
@@ -137,6 +143,15 @@ class CudaDevice:
     def unpin(self, memory: torch.Tensor) -> None:
         with self._cuda.device(self._device):
             self._cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+def _pieces(to: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Parts of a copy that are contiguous. Others torch would copy twice, by way of memory that is not pinned."""
+    if to.is_contiguous() and source.is_contiguous():
+        yield to, source
+    else:
+        for one, other in zip(to, source, strict=True):
+            yield from _pieces(one, other)
 
 
 _makers: dict[str, Callable[[Any], Device]] = {"cuda": CudaDevice}

@@ -27,7 +27,7 @@ void copy(uint8_t* page, uint8_t* chunk, int64_t bytes) {
 
 template <bool kToPages>
 void move_plane(const KvpMove& m, int64_t of) {
-  const KvpPages& pages = m.pages[of];
+  const KvpPages& pages = pages_of(m, of);
   const int64_t row = row_bytes(m);
   const bool heads_joined = m.heads == 1 || pages.head == m.head_bytes;
   for (int64_t token = m.begin; token < m.begin + m.tokens;) {

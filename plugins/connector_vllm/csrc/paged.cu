@@ -20,7 +20,7 @@ KVP_KERNEL move_rows(KvpMove m, int64_t pieces) {
     if (slot < 0) continue;
     uint8_t* page = in_pages(m, of, slot);
     Word* chunk = reinterpret_cast<Word*>(in_chunk(m, of, token));
-    const int64_t stride = m.pages[of].head;
+    const int64_t stride = pages_of(m, of).head;
     const int from = int(piece % pieces) * kLanes * kAtOnce + lane;
     auto in_page = [&](int word) -> Word& {
       return reinterpret_cast<Word*>(page + word / head_words * stride)[word % head_words];

@@ -25,7 +25,7 @@ typedef struct {
 } KvpChunk;
 
 typedef struct {
-  const KvpPages* pages;    // [planes][layers]
+  const KvpPages* pages;    // [planes][all_layers]
   const KvpChunk* chunks;
   const int64_t* slots;     // Of each token, chunk after chunk; a negative one is left alone.
   const int32_t* chunk_of;  // Of each token.
@@ -33,6 +33,7 @@ typedef struct {
   int64_t begin, tokens;    // The first that is moved, and how many.
   int32_t planes, layers, heads, head_bytes, block_size;
   int32_t to_pages;         // Else to chunks.
+  int32_t first_layer, all_layers;  // The first of the layers that are moved, and how many the tables have.
 } KvpMove;
 
 }  // extern "C"
@@ -41,21 +42,26 @@ namespace kvp {
 
 KVP_BOTH bool sensible(const KvpMove& m) {
   return m.begin >= 0 && m.tokens >= 1 && (m.planes == 1 || m.planes == 2) && m.layers >= 1 && m.heads >= 1 && m.head_bytes >= 1 &&
-         m.block_size >= 1;
+         m.block_size >= 1 && m.first_layer >= 0 && m.layers <= m.all_layers - m.first_layer;
 }
 
 KVP_BOTH int64_t row_bytes(const KvpMove& m) { return int64_t(m.heads) * m.head_bytes; }
 
+// `of`: planes times layers that are moved.
+KVP_BOTH const KvpPages& pages_of(const KvpMove& m, int64_t of) {
+  return m.pages[of / m.layers * m.all_layers + m.first_layer + of % m.layers];
+}
+
 // Of the first head, in plane and layer `of`.
 KVP_BOTH uint8_t* in_pages(const KvpMove& m, int64_t of, int64_t slot) {
-  const KvpPages& pages = m.pages[of];
+  const KvpPages& pages = pages_of(m, of);
   return pages.base + slot / m.block_size * pages.block + slot % m.block_size * pages.slot;
 }
 
 KVP_BOTH uint8_t* in_chunk(const KvpMove& m, int64_t of, int64_t token) {
   const KvpChunk& chunk = m.chunks[m.chunk_of[token]];
-  return reinterpret_cast<uint8_t*>(m.chunks_at + chunk.base + of / m.layers * chunk.plane + of % m.layers * chunk.layer +
-                                    (token - chunk.first) * row_bytes(m));
+  return reinterpret_cast<uint8_t*>(m.chunks_at + chunk.base + of / m.layers * chunk.plane +
+                                    (m.first_layer + of % m.layers) * chunk.layer + (token - chunk.first) * row_bytes(m));
 }
 
 }  // namespace kvp

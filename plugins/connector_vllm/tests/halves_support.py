@@ -30,11 +30,17 @@ LAYERS = 3
 class Pretended:
     """An engine of `ranks` ranks whose KV of a token is a digest of everything up to it, the layer and the rank."""
 
-    def __init__(self, folder: Path, *, tiers: Sequence[Any], ranks: int = 1, asynchronous: bool = True, **config: Any):
+    def __init__(
+        self, folder: Path, *, tiers: Sequence[Any], ranks: int = 1, asynchronous: bool = True, by_layer: bool = False,
+        **config: Any,
+    ):  # fmt: skip
         known = kv_cache_config(LAYERS, num_blocks=BLOCKS)
         vllm = vllm_config(str(folder / "model"), tensor_parallel_size=ranks)
         identities = [identify(vllm, known, rank=rank, about={}) for rank in range(ranks)]
-        extra = {"config": {"chunk_tokens": 2 * BLOCK, "tiers": list(tiers), **config}, "async_load": asynchronous}
+        extra = {
+            "config": {"chunk_tokens": 2 * BLOCK, "tiers": list(tiers), **config},
+            "async_load": asynchronous, "by_layer": by_layer,
+        }  # fmt: skip
         settings = Settings.read(extra, ranks=ranks)
         opened = settings.opened(identities[0].geometry)
         chunk = opened.chunk_tokens
@@ -50,13 +56,17 @@ class Pretended:
         self.scheduler = Scheduler(planner, names, self.index, announcer, asynchronous=asynchronous)
         self.engines = [Engine.open(opened, one.spec) for one in identities]
         self.workers = [
-            Worker([Part(engine, name, BLOCK)], rank=rank, asynchronous=asynchronous)
+            Worker([Part(engine, name, BLOCK)], rank=rank, asynchronous=asynchronous, by_layer=settings.by_layer)
             for rank, (engine, (name,)) in enumerate(zip(self.engines, names, strict=True))
         ]
         self.memory = [[torch.zeros(BLOCKS, self.elements) for _ in range(LAYERS)] for _ in range(ranks)]
         for worker, pages in zip(self.workers, self.memory, strict=True):
             worker.attach(pages)
         self.asynchronous = asynchronous
+        self.layers: Sequence[int | None] = range(LAYERS) if by_layer else ()
+        """Waited for before a step's computation."""
+        self.see_layer: Callable[[int], None] = lambda layer: None
+        """Called after each wait."""
         self.failed: set[int] = set()
 
     def close(self) -> None:
@@ -92,6 +102,9 @@ class Pretended:
             worker.begin(orders)
             if not self.asynchronous:
                 worker.load(wait=True)
+                for layer in self.layers:
+                    worker.wait_for_layer(layer)
+                    self.see_layer(layer)
         compute()
         report = Report()
         for worker in self.workers:

@@ -101,7 +101,7 @@ class Engine:
         else:
             kept = chunks
         if fails:
-            real, self.device.copy = self.device.copy, lambda to, source: failing(to, source)  # type: ignore[method-assign]
+            real, self.device._copy = self.device._copy, lambda to, source: failing(to, source)  # type: ignore[method-assign]
 
             def failing(to: torch.Tensor, source: torch.Tensor) -> None:
                 nonlocal calls
@@ -115,7 +115,7 @@ class Engine:
             except OutOfMemory:
                 pass
             finally:
-                del self.device.copy
+                del self.device._copy
             if to_pages:  # the engine computes these blocks itself
                 self.pages[blocks] = 99
                 self.expected[blocks] = 99

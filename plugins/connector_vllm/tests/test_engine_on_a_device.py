@@ -19,6 +19,7 @@ from kvloom import Engine, Task
 from kvloom.device import CurrentStreams
 from kvloom_connector_vllm.paged.blocks import VLLMConnector
 from kvloom_connector_vllm.paged.bounce import BounceBuffers, Queued
+from kvloom_connector_vllm.paged.layers import LayerEvents
 from kvloom_testkit.devices.simulated import SimulatedDevice, host_of
 from kvloom_testkit.running import together
 from kvloom_testkit.subjects import SPEC
@@ -36,7 +37,7 @@ class Model:
         self.compute = device.stream()
         self.pages = tuple(torch.zeros(BLOCKS, ELEMENTS, dtype=SPEC.torch_dtype) for _ in range(LAYERS))
         self.free = list(range(BLOCKS))
-        self.hits = 0
+        self.hits = self.by_layer = 0
 
     def value(self, tokens: list[int], block: int) -> int:
         """The value of every element of a block: it follows from the block's tokens and all before."""
@@ -50,9 +51,12 @@ class Model:
         blocks, self.free = self.free[:count], self.free[count:]
         where = {"pages": self.pages, "blocks": blocks}
         segments = self.engine.segments(torch.tensor(tokens))
+        events = LayerEvents(LAYERS, len(segments)) if self.chance.random() < 0.5 else None
         with self.device.on(self.compute):
             self.fill(blocks, [101 + n for n in range(count)])  # what the last owner left there
-            load = self.engine.load(segments, **where)
+            load = self.engine.load(segments, layer_events=events, at_once=events is not None, **where)
+            if events is not None:
+                load.when_done(events.end)
         if self.chance.random() < 0.2:
             load.cancel()
             with self.device.on(self.compute):
@@ -60,6 +64,8 @@ class Model:
             self.see(blocks, [120] * count, "a load that was cancelled wrote")
             here = [False] * len(segments)
         else:
+            if events is not None:
+                self.compute_by_layer(events, load, tokens, blocks)
             here = load.result(20).tolist()
         self.hits += sum(here)
         with self.device.on(self.compute):
@@ -79,6 +85,19 @@ class Model:
             save.cancel()
         else:
             save.result(20)
+
+    def compute_by_layer(self, events: LayerEvents, load: Task, tokens: list[int], blocks: list[int]) -> None:
+        """Read each layer as soon as it is there; what was read counts if everything came."""
+        seen: list[list[float]] = []
+        with self.device.on(self.compute):
+            for layer, view in enumerate(self.pages):
+                events.wait(layer)
+                self.device.queue(lambda view=view: seen.append([view[n].float().mean().item() for n in blocks]))
+            self.compute.synchronize()
+        if load.result(20).all():
+            values = [float(self.value(tokens, n)) for n in range(len(blocks))]
+            assert seen == [values] * LAYERS, "a layer was computed with before it was there"
+            self.by_layer += 1
 
     def fill(self, blocks: list[int], values: list[int]) -> None:
         def run() -> None:
@@ -115,7 +134,8 @@ def drive() -> Callable[[int], Model]:
 
 @pytest.mark.parametrize("start", range(0, 40, 10))
 def test_no_order_of_work_shows(drive: Callable[[int], Model], start: int) -> None:
-    assert sum(drive(seed).hits for seed in range(start, start + 10)) > 100
+    models = [drive(seed) for seed in range(start, start + 10)]
+    assert sum(model.hits for model in models) > 100 and sum(model.by_layer for model in models) > 10
 
 
 MEMORY = {"type": "memory", "capacity": "64KiB"}
@@ -199,9 +219,35 @@ def loads_that_come_after_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BounceBuffers, "write", early)
 
 
+def second_layer_that_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    wait = LayerEvents.wait
+    patch.setattr(LayerEvents, "wait", lambda self, layer: None if layer == 1 else wait(self, layer))
+
+
+def layers_marked_by_the_event_of_their_copies(patch: pytest.MonkeyPatch) -> None:
+    write, there = BounceBuffers._write, LayerEvents.there
+    over_the_bus: list[Any] = []
+
+    def marking(self: BounceBuffers, way: Any, *given: Any) -> None:
+        write(self, way, *given)
+        over_the_bus.append(way.bus.record_event())
+
+    def early(self: LayerEvents, device: Any, event: Any) -> None:
+        there(self, device, over_the_bus.pop())
+
+    patch.setattr(BounceBuffers, "_write", marking)
+    patch.setattr(LayerEvents, "there", early)
+
+
 @pytest.mark.parametrize(
     "plant",
-    [threads_with_streams_of_their_own, fence_that_does_not_wait, loads_that_come_after_nothing],
+    [
+        threads_with_streams_of_their_own,
+        fence_that_does_not_wait,
+        loads_that_come_after_nothing,
+        second_layer_that_is_not_waited_for,
+        layers_marked_by_the_event_of_their_copies,
+    ],
     ids=lambda plant: plant.__name__,
 )
 def test_a_planted_fault_is_found(

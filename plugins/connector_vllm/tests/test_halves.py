@@ -18,13 +18,13 @@ from kvloom_connector_vllm.scheduler import Report, patience_of
 from kvloom_connector_vllm.worker import IDLE_SECONDS
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("how", [{}, {"asynchronous": False}, {"asynchronous": False, "by_layer": True}])
 @pytest.mark.parametrize("tiers", ["memory", "disk", "both"])
 def test_the_second_request_loads_what_the_first_computed(
-    pretended: Any, tmp_path: Path, tiers: str, asynchronous: bool
+    pretended: Any, tmp_path: Path, tiers: str, how: dict[str, bool]
 ) -> None:
     wanted = {"memory": [MEMORY], "disk": [disk(tmp_path)], "both": [MEMORY, disk(tmp_path)]}[tiers]
-    one = pretended(tiers=wanted, asynchronous=asynchronous)
+    one = pretended(tiers=wanted, **how)
     assert one.serve(FakeRequest("a", PROMPT[:]), range(8)) == 0
     assert one.serve(FakeRequest("b", [*PROMPT[:20], 99, 98, 97, 96, 95]), range(8, 16)) == 16
     assert one.serve(FakeRequest("c", PROMPT[:]), range(16, 24)) == 24

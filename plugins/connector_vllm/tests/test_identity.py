@@ -330,6 +330,8 @@ def settings(extra: Any, model: Path, ranks: int = 1) -> EngineConfig:
     ({}, "kv_connector_extra_config.config: missing"),
     ({"config": {}, "asynch_load": 1}, "kv_connector_extra_config.asynch_load: unknown"),
     ({"config": {}, "async_load": "no"}, "kv_connector_extra_config.async_load: expected true or false"),
+    ({"config": {}, "by_layer": True}, "kv_connector_extra_config.by_layer: goes with"),
+    ({"config": {}, "async_load": False, "by_layer": 1}, "kv_connector_extra_config.by_layer: expected true or false"),
     ({"config": "/nowhere/kv.yaml"}, "/nowhere/kv.yaml"),
     ({"config": {"chunk_tokens": 10}}, "chunk_tokens: 10 is no multiple of vLLM's block size, 4; write 8"),
     ({"config": {"connector": "transformers"}}, "connector: 'transformers' does not read vLLM's memory"),

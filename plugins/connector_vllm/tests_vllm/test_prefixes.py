@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -23,15 +24,20 @@ def same(found: list[Any], expected: list[Any]) -> None:
         assert one["logprobs"] == other["logprobs"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_fresh_process_answers_as_the_engines_own_prefix_cache(run: Run, dtype: str, asynchronous: bool) -> None:
-    settings: dict[str, Any] = {"extra": {"async_load": asynchronous}, "dtype": dtype}
+@pytest.mark.parametrize(
+    ("dtype", "extra"),
+    [
+        *(itertools.product(["float32", "bfloat16"], [{"async_load": True}, {"async_load": False}])),
+        ("float32", {"async_load": False, "by_layer": True}),
+    ],
+)
+def test_a_fresh_process_answers_as_the_engines_own_prefix_cache(run: Run, dtype: str, extra: dict[str, bool]) -> None:
+    settings: dict[str, Any] = {"extra": extra, "dtype": dtype}
     _, control, _ = run(
         {"generate": {"prompts": PROMPTS}}, {"generate": {"prompts": PROMPTS}}, {"settle": {}}, **settings
     )
     assert [one["cached"] for one in control] == FOUND
-    fresh = asynchronous and dtype == "float32"  # one of them with another seed of hash()
+    fresh = extra["async_load"] and dtype == "float32"  # one of them with another seed of hash()
     found, metrics = run({"generate": {"prompts": PROMPTS}}, {"metrics": {}}, fresh=fresh, **settings)
     assert [one["cached"] for one in found] == FOUND
     same(found, control)
@@ -46,6 +52,16 @@ def test_without_the_engines_own_cache_all_comes_from_here(run: Run) -> None:
     assert [one["cached"] for one in found] == FOUND
     same(found, control)
     assert metrics["vllm:external_prefix_cache_hits"] == sum(FOUND)
+
+
+def test_layer_by_layer_from_memory(run: Run, tmp_path: Path) -> None:
+    """Beside requests that have nothing to wait for, and of one whose prompt was not seen before."""
+    one = {"generate": {"prompts": [*PROMPTS, tokens(9, 90)]}}
+    extra = {"async_load": False, "by_layer": True}
+    _, control, _, _, found = run(one, one, {"settle": {}}, {"forget": {}}, one, tiers=[memory()], extra=extra)
+    assert [one["cached"] for one in found] == [*FOUND, 0]
+    same(found, control)
+    assert "without a wait" not in (tmp_path / "log-1").read_text(), "vLLM waits for every layer"
 
 
 def test_memory_alone_serves_the_same_process(run: Run) -> None:

@@ -319,10 +319,13 @@ class Engine(LayerVerbs):
         self._check_open()
         self._stack.touch([segment.key for segment in segments])
 
-    def load(self, segments: Sequence[Segment], *, into: GPUConnector | None = None, **where: Any) -> Task:
+    def load(
+        self, segments: Sequence[Segment], *, into: GPUConnector | None = None, at_once: bool = False, **where: Any
+    ) -> Task:
         """Write the KV of each segment that a tier delivers into the engine's KV, in the background. Others stay gaps.
 
-        into: takes the KV instead of the engine's connector, in chunks of the same format and shape.
+        into: takes the KV instead of the engine's connector, in chunks of the same format and shape. at_once: give the
+        connector all that is at hand by one call, which `cancel` then waits for, and not in pieces of 256 MiB.
         """
         callers = self._callers()
 
@@ -333,7 +336,7 @@ class Engine(LayerVerbs):
             record = self._record("load", segments, callers=callers)
             work = partial(
                 self._transfer.load, segments=segments, where=connector.ordered(where), keys=keys, into=connector,
-                record=record,
+                record=record, at_once=at_once,
             )  # fmt: skip
             self._check_open()
             return self._background.start(segments, work, record, awaited=True)

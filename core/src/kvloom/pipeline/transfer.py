@@ -45,14 +45,16 @@ class Transfer:
 
     def load(
         self, stop: Cancellation, segments: Sequence[Segment], where: Where | None, *, keys: Sequence[ChunkKey],
-        record: RequestTrace, into: GPUConnector | None = None, pieces: Pieces | None = None,
+        record: RequestTrace, into: GPUConnector | None = None, pieces: Pieces | None = None, at_once: bool = False,
     ) -> torch.Tensor:  # fmt: skip
         """Move each segment that a tier delivers into the engine's KV, and pieces of the first that none delivers.
 
-        where: None for into memory only. Returns a bool for each segment: whether it was moved.
+        where: None for into memory only. at_once: see `Engine.load`. Returns a bool for each segment: whether it was
+        moved.
         """
         runs = self._runs(stop, segments, keys, record, gaps=True, pieces=pieces, into_memory=where is None)
-        moved = frozenset(self._moved(stop, segments, where, runs, into or self._connector, record, leading=False))
+        connector = into or self._connector
+        moved = frozenset(self._moved(stop, segments, where, runs, connector, record, leading=False, at_once=at_once))
         return torch.tensor([segment in moved for segment in segments], dtype=torch.bool)
 
     def load_leading(
@@ -68,7 +70,7 @@ class Transfer:
 
     def _moved(
         self, stop: Cancellation, segments: Sequence[Segment], where: Where | None, runs: Runs, connector: GPUConnector,
-        record: RequestTrace, *, leading: bool,
+        record: RequestTrace, *, leading: bool, at_once: bool = False,
     ) -> list[Segment]:  # fmt: skip
         """leading: end at the first segment that is lost."""
         moved: list[Segment] = []
@@ -76,7 +78,8 @@ class Transfer:
         with record.going_on(), closing(runs):
             if where is not None:
                 check_where(connector, segments, where)
-            for run in (piece for whole in runs for piece in _in_pieces(whole, lambda pair: pair[1].chunk)):
+            pieces = (piece for whole in runs for piece in _in_pieces(whole, lambda pair: pair[1].chunk))
+            for run in runs if at_once else pieces:
                 here = [segment for segment, _ in run]
                 if where is not None:
                     chunks = [loaded.chunk for _, loaded in run]

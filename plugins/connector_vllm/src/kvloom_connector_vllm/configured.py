@@ -15,7 +15,7 @@ from .paged.blocks import VLLMBlobConnector, VLLMConnector
 from .paged.settings import Geometry
 from .plan import Group
 
-_EXTRA = {"config", "async_load"}
+_EXTRA = {"config", "async_load", "by_layer"}
 
 
 _TYPES = {one.type: one for one in (VLLMConnector, VLLMBlobConnector)}
@@ -28,6 +28,8 @@ class Settings:
     engine: EngineConfig
     async_load: bool
     connector: type[VLLMConnector]
+    by_layer: bool = False
+    """A step computes a layer while the next ones are being loaded."""
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], *, ranks: int) -> Settings:
@@ -44,6 +46,11 @@ class Settings:
         if not asynchronous and ranks > 1:
             text = "with several ranks one cannot know in time that another's load failed; remove it"
             raise ConfigError(f"{where}.async_load", text)
+        by_layer = extra.get("by_layer", False)
+        if not isinstance(by_layer, bool):
+            raise ConfigError(f"{where}.by_layer", f"expected true or false, got {by_layer!r}")
+        if by_layer and asynchronous:
+            raise ConfigError(f"{where}.by_layer", 'goes with "async_load": false, where a step waits for its KV')
         config = EngineConfig.load(extra["config"])
         word = config.connector.type
         if word not in _TYPES and word != EngineConfig().connector.type:
@@ -52,7 +59,7 @@ class Settings:
             raise ConfigError("tokens", "vLLM's own block hashes name the chunks; remove this block")
         if config.blend is not None:
             raise ConfigError("blend", "vLLM only reuses KV of prefixes; remove this block")
-        return cls(config, asynchronous, _TYPES.get(word, VLLMConnector))
+        return cls(config, asynchronous, _TYPES.get(word, VLLMConnector), by_layer)
 
     @property
     def pages(self) -> bool:

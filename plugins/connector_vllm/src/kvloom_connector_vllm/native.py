@@ -17,8 +17,10 @@ from kvloom import PluginError
 from kvloom import native as libraries
 from kvloom.device import stream_of_launch
 
-from .paged.bounce import room
+from .paged.bounce import room_of
 from .paged.move import Move
+from .paged.slots import Slots
+from .paged.table import PageTable
 
 _BYTES_OF_A_THREAD = 1 << 20
 """Less is not worth a thread of its own."""
@@ -33,6 +35,7 @@ class _Move(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("pages", "chunks", "slots", "chunk_of")),
         *((name, ctypes.c_int64) for name in ("chunks_at", "begin", "tokens")),
         *((name, ctypes.c_int32) for name in ("planes", "layers", "heads", "head_bytes", "block_size", "to_pages")),
+        *((name, ctypes.c_int32) for name in ("first_layer", "all_layers")),
     ]
 
 
@@ -41,7 +44,7 @@ class Tables:
     """A move as the libraries read it: addresses, and strides in bytes."""
 
     pages: np.ndarray[Any, Any]
-    """int64 `[planes x layers, 4]`: address, strides of block, slot and head."""
+    """int64 `[planes x all layers, 4]`: address, strides of block, slot and head."""
     chunks: np.ndarray[Any, Any]
     """int64 `[chunks, 4]`: address less `chunks_at`, strides of plane and layer, the first of its tokens."""
     slots: np.ndarray[Any, Any]
@@ -50,10 +53,13 @@ class Tables:
     """int32 `[tokens]`"""
     planes: int
     layers: int
+    """The number of those that are moved."""
     heads: int
     head_bytes: int
     block_size: int
     to_pages: bool
+    first_layer: int = 0
+    """The first of those."""
     chunks_at: int = 0
     begin: int = 0
     """The first of the tokens that are moved."""
@@ -63,25 +69,44 @@ class Tables:
     """The same for all parts of a move."""
 
     @classmethod
-    def of(cls, move: Move, *, buffered: bool = False) -> Tables:
-        """buffered: the chunks are those that `part` will be told of, and the move is done in parts."""
-        rows, counts, first, at = [], [], 0, 0
+    def of(cls, move: Move) -> Tables:
+        """A move to or from chunks where they are."""
+        rows, counts, first = [], [], 0
         for chunk in move.chunks:
-            size, (_, layers, tokens, hidden) = chunk.element_size(), chunk.shape
-            if buffered:
-                rows.append((at, layers * tokens * hidden * size, tokens * hidden * size, first))
-                at += room(chunk)
-            else:
-                plane, layer, *_ = chunk.stride()
-                rows.append((chunk.data_ptr(), plane * size, layer * size, first))
+            (plane, layer, *_), size, tokens = chunk.stride(), chunk.element_size(), chunk.shape[2]
+            rows.append((chunk.data_ptr(), plane * size, layer * size, first))
             counts.append(tokens)
             first += tokens
-        pages = move.pages
+        return cls._of(move.pages, np.array(rows, dtype=np.int64), move.slots, counts, to_pages=move.to_pages)
+
+    @classmethod
+    def buffered(
+        cls, pages: PageTable, slots: Slots, counts: Sequence[int], *, to_pages: bool, by_layer: bool = False
+    ) -> Tables:
+        """A move in parts, by way of the buffers that `part` will be told of, which hold chunks one after another.
+
+        counts: tokens of each chunk. by_layer: a buffer has one layer of its chunks; `layer` says which.
+        """
+        tokens = np.asarray(counts, dtype=np.int64)
+        layer = tokens * (pages.heads * pages.head_bytes)
+        plane = layer * (1 if by_layer else pages.layers)
+        rows = np.empty((len(tokens), 4), dtype=np.int64)
+        rows[:, 0] = _before(room_of(plane * pages.planes))
+        rows[:, 1], rows[:, 2], rows[:, 3] = plane, 0 if by_layer else layer, _before(tokens)
+        return cls._of(pages, rows, slots, tokens, to_pages=to_pages)
+
+    @classmethod
+    def _of(
+        cls, pages: PageTable, chunks: np.ndarray[Any, Any], slots: Slots, counts: Any, *, to_pages: bool
+    ) -> Tables:
         return cls(
-            pages.rows, np.array(rows, dtype=np.int64), move.slots,
-            np.repeat(np.arange(len(rows), dtype=np.int32), counts),
-            pages.planes, pages.layers, pages.heads, pages.head_bytes, pages.block_size, move.to_pages,
+            pages.rows, chunks, slots, np.repeat(np.arange(len(chunks), dtype=np.int32), counts),
+            pages.planes, pages.layers, pages.heads, pages.head_bytes, pages.block_size, to_pages,
         )  # fmt: skip
+
+    def layer(self, layer: int) -> Tables:
+        """The move of one layer."""
+        return replace(self, first_layer=layer, layers=1)
 
     def part(self, first: int, buffers: Sequence[torch.Tensor]) -> Tables:
         """The move of these buffers, one after another as `BounceBuffers` has them, of the chunks from `first` on."""
@@ -130,8 +155,14 @@ class Tables:
         """The library's structure. addresses: those of `arrays`."""
         return _Move(
             *addresses, self.chunks_at, self.begin, self.count, self.planes, self.layers, self.heads, self.head_bytes,
-            self.block_size, self.to_pages,
+            self.block_size, self.to_pages, self.first_layer, len(self.pages) // max(1, self.planes),
         )  # fmt: skip
+
+
+def _before(sizes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The sum of all that come before each."""
+    before: np.ndarray[Any, Any] = np.cumsum(sizes) - sizes
+    return before
 
 
 @cache

@@ -17,6 +17,7 @@ from kvloom import ChunkKey, Engine, Segment, Task, one_line
 from kvloom.device import CurrentStreams
 
 from .names import Names
+from .paged.layers import LayerEvents
 from .plan import Chunks, Move
 from .scheduler import Orders, Report
 
@@ -38,13 +39,15 @@ COLLECT_SECONDS = 0.02
 class _Transfer:
     """A load or save that was ordered."""
 
-    __slots__ = ("_beginning", "cancelled", "failed", "move", "over", "segments", "task")
+    __slots__ = ("_beginning", "cancelled", "failed", "layers", "move", "over", "segments", "task")
 
     def __init__(self, move: Move) -> None:
         self.move = move
         self.segments: Sequence[Segment] = ()
         self.task: Task | None = None
         """None if it has not begun. Once it is over: if it never did."""
+        self.layers: LayerEvents | None = None
+        """Of a load during which the step computes."""
         self.over = Event()
         self.cancelled = False
         self.failed = False
@@ -63,9 +66,15 @@ class _Transfer:
         with self._beginning:
             self.cancelled = True
         if self.task is None:
-            self.over.set()
+            self.end()
         else:
             self.task.cancel()
+
+    def end(self) -> None:
+        """Nobody waits for it any longer."""
+        if self.layers is not None:
+            self.layers.end()
+        self.over.set()
 
 
 class _MemoryChanges:
@@ -121,15 +130,21 @@ class Worker:
     """
 
     def __init__(
-        self, parts: Sequence[Part], *, rank: int, asynchronous: bool = True, by_request: bool = False
-    ) -> None:
+        self, parts: Sequence[Part], *, rank: int, asynchronous: bool = True, by_request: bool = False,
+        by_layer: bool = False,
+    ) -> None:  # fmt: skip
         """parts: by group; the engines of all are siblings of the first one's.
 
         asynchronous: no step computes with KV that is still being loaded. by_request: the engine cannot go on behind
-        any block, so that a load that failed is told by its request, not by blocks.
+        any block, so that a load that failed is told by its request, not by blocks. by_layer: a step that computes
+        with KV that is being loaded calls `wait_for_layer` before each layer. Not if `asynchronous`.
         """
+        assert not (asynchronous and by_layer)
         self._asynchronous = asynchronous
         self._by_request = by_request
+        self._by_layer = by_layer
+        self._awaited: list[str] = []
+        """Requests with loads that the step computes with."""
         self._parts = tuple(parts)
         self._engine = parts[0].engine
         """For all that the groups have in common: memory, counts."""
@@ -176,10 +191,16 @@ class Worker:
         self._begin("save", self._saved(orders.step.ended, orders))
 
     def load(self, *, wait: bool) -> None:
-        """Begin the step's loads. wait: the step computes with their KV."""
+        """Begin the step's loads. wait: the step computes with their KV, which is there on return; by layers, once
+        `wait_for_layer` has returned."""
         assert self._orders is not None
         step = self._orders.step
         loads = [_Transfer(move) for move in step.loads]
+        if self._by_layer:
+            for load in loads:
+                chunks = load.move.chunks
+                count = len(chunks.digests) + len(chunks.pieces)
+                load.layers = LayerEvents(len(self._memory[chunks.group]["pages"]), count)
         for load in loads:
             self._loads.setdefault(load.move.request, []).append(load)
         self._begin("load", loads)
@@ -187,11 +208,16 @@ class Worker:
             for load in self._loads.get(request, ()):
                 load.cancel()
         if wait:
-            for request in {load.move.request: None for load in loads}:
-                for load in self._loads[request]:
-                    load.over.wait()
-                self._loaded(self._loads.pop(request))
-                self._report.loaded.add(request)
+            self._awaited = list({load.move.request: None for load in loads})
+            if not self._by_layer:
+                self._end_awaited()
+
+    def wait_for_layer(self, layer: int | None) -> None:
+        """Have what is computed from now on come after the loads of this layer; of all layers, if it is None."""
+        for load in (load for request in self._awaited for load in self._loads[request]):
+            if load.layers is not None:
+                for each in range(load.layers.layers) if layer is None else (layer,):
+                    load.layers.wait(each)
 
     def save(self) -> None:
         """The step has been computed, or queued on the device. Its saves begin with the next, or after `LATER_SECONDS`.
@@ -199,6 +225,7 @@ class Worker:
         They take the interpreter from the thread that still has to choose this step's tokens and to say them.
         """
         assert self._orders is not None
+        self._end_awaited()  # first: what was computed with KV that did not come is not saved
         orders, self._orders = self._orders, None
         self._idle, self._patient = orders.idle, orders.patient
         saves = self._saved(orders.step.saves, orders)
@@ -206,7 +233,8 @@ class Worker:
             self._calls.submit(self._begun_later, self._next_step, orders.step.touched, saves, CurrentStreams())
 
     def finished(self) -> set[str]:
-        """Requests whose loads are over since the last call, whether all came or not."""
+        """Requests whose loads are over since the last call, whether all came or not; none that a step waited for."""
+        self._end_awaited()
         loads = (load for loads in self._loads.values() for load in loads if not load.over.is_set())
         under_way = next(loads, None) or next(iter(self._saves.values()), None)
         if self._idle and under_way is not None:
@@ -283,6 +311,15 @@ class Worker:
         self._saves |= saves
         return list(saves.values())
 
+    def _end_awaited(self) -> None:
+        """Wait for the loads that the step computes with, and note which came."""
+        awaited, self._awaited = self._awaited, []
+        for request in awaited:
+            for load in self._loads[request]:
+                load.over.wait()
+            self._loaded(self._loads.pop(request))
+            self._report.loaded.add(request)
+
     def _end_step(self) -> None:
         """Have the saves of the step before begin."""
         self._next_step.set()
@@ -308,6 +345,8 @@ class Worker:
                 transfer.segments = segments = part.names.segments(move.chunks)
                 call = part.engine.load if verb == "load" else part.engine.save
                 start = partial(call, segments, blocks=move.blocks, first_block=move.first_block, **memory)
+                if transfer.layers is not None:
+                    start = partial(start, layer_events=transfer.layers, at_once=True)
                 if segments:
                     with streams.current():
                         task = transfer.begin(start)
@@ -315,13 +354,15 @@ class Worker:
                 transfer.failed = True
                 log.warning("no %s began for request %s: %s", verb, one_line(move.request), one_line(error))
             if task is None:
-                transfer.over.set()
+                transfer.end()
             else:
                 task.when_done(partial(self._over, transfer))
 
     def _over(self, transfer: _Transfer) -> None:
+        if transfer.layers is not None:
+            transfer.layers.end()
         self._collect()  # first: the scheduler does not ask again for what it was told to be saved
-        transfer.over.set()
+        transfer.end()
 
     def _collect(self) -> None:
         try:
@@ -356,6 +397,9 @@ class Worker:
             mask = None if load.task is None else load.task.result().tolist()
         except Exception as error:  # whatever it was, the engine computes these blocks itself
             log.warning("a load for request %s failed: %s", one_line(move.request), one_line(error))
+        if load.layers is not None and load.layers.skipped is not None:
+            log.error("layer %d was computed without a wait for its KV; set by_layer to false", load.layers.skipped)
+            mask = None
         if mask is None:
             return set(move.blocks) - {-1}
         tokens, missing = self._parts[move.chunks.group].block_tokens, set[int]()

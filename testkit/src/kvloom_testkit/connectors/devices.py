@@ -158,11 +158,11 @@ def _failing(device: SimulatedDevice, after: int) -> Iterator[None]:
 
         return run
 
-    device.copy, device.queue = failing(device.copy), failing(device.queue)  # type: ignore[method-assign]
+    device._copy, device.queue = failing(device._copy), failing(device.queue)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del device.copy, device.queue
+        del device._copy, device.queue
 
 
 def _moved(verb: Callable[..., Any], segments: list[Segment], chunks: list[Any], where: Mapping[str, Any]) -> None:

@@ -49,9 +49,9 @@ class SimulatedDevice:
         self.legacy = self.stream()
         """The current stream of a thread that has chosen none."""
         self.queued = 0
-        """Number of copies and launches so far."""
+        """Number of batches of copies, and launches, so far."""
         self.copies = 0
-        """Number of copies among them."""
+        """Number of batches of copies among them; a single copy is one."""
         self.allocations = 0
         """Number of calls of `empty`."""
         self.used = False
@@ -99,13 +99,23 @@ class SimulatedDevice:
         return self._own(memory) is not None or self._holds(memory)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        self.copy_batch([to], [source])
+
+    def copy_batch(self, to: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        self.copies, self.queued, self.used = self.copies + 1, self.queued + 1, True
+        pairs = list(zip(to, sources, strict=True))
+        if len(pairs) > 1:
+            self._random.shuffle(pairs)
+        for pair in pairs:
+            self._copy(*pair)
+
+    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         kept, staged = False, False
         for memory in (to, source):
             if self._own(memory) is None and self._pageable(memory):
                 kept, staged = self._random.choice(((True, False), (False, memory is source), (False, False)))
         into, taken = self._unowned(to), source.clone() if staged else self._unowned(source)
-        self.copies += 1
-        self.queue(lambda: into.copy_(taken))
+        self.current().add(lambda: into.copy_(taken))
         if kept:
             self.current().synchronize()
 

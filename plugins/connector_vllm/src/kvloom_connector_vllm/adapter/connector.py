@@ -65,7 +65,8 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """KV that outlives the process, verified before it is used.
 
     `kv_connector_extra_config`: `config`, the path of a YAML file (or a mapping of the same shape); `async_load`, true
-    unless it says otherwise: requests wait for their KV while others compute.
+    unless it says otherwise: requests wait for their KV while others compute. Without it, `by_layer`: a step computes
+    each layer as soon as its KV is there.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -86,6 +87,8 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._order = None if order == tuple(range(len(order))) else order
         self._config = settings.engine
         self._adapters = identities.Adapters()
+        self._layer_numbers = {name: number for number, name in enumerate(self._identities[0].layer_names)}
+        """Of the only group, where loads are by layers."""
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         self._stats_due = 0.0
@@ -132,8 +135,14 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         parts = map(Part, engines, self._names(self._rank), (group.block_tokens for group in self._groups))
         return Worker(
             [*parts], rank=self._rank, asynchronous=self._settings.async_load,
-            by_request=self._settings.by_request(self._identities),
+            by_request=self._settings.by_request(self._identities), by_layer=self._by_layer(),
         )  # fmt: skip
+
+    def _by_layer(self) -> bool:
+        if self._settings.by_layer and self._vllm_config.speculative_config is not None:
+            log.warning("by_layer: a model that drafts begins when a step's loads have been told of; loads are whole")
+            return False
+        return self._settings.by_layer
 
     def _names(self, rank: int) -> list[Names]:
         """By group."""
@@ -241,7 +250,14 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker.load(wait=not self._settings.async_load)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are whole, and over before anything computes with them."""
+        """By layers, what is computed from here on comes after this layer's loads. Else they are over already."""
+        if self._settings.by_layer:
+            assert self._worker is not None
+            self._worker.wait_for_layer(self._layer_numbers.get(layer_name))
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:
+        return bool(extra_config.get("by_layer", False))  # else a graph replays the layers without their waits
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Saves begin when the whole step has been computed: nothing is in the way of computing it."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from kvloom.device import Device, device_of
 
 from .. import native
 from .bounce import BounceBuffers, Near, mark
+from .layers import LayerEvents
 from .move import Move
 from .settings import VLLMConfig
 from .slots import Slots
@@ -28,13 +28,14 @@ class VLLMConnector(GPUConnector):
     next to each other; `blocks`, ids in the order of the sequence, -1 for a block to skip (reading needs every block);
     `first_block`, the place in the sequence of the first one, in blocks. `ready`: optional, an event of the device
     after which the pages may be read or written; without it, what the calling thread's stream has queued comes before.
+    `layer_events`: optional, told of each layer that is written.
     """
 
     type = "vllm"
     format = MemoryFormat.KV_PAGES
     Config = VLLMConfig
     config: VLLMConfig
-    _words = frozenset({"pages", "blocks", "first_block", "ready"})
+    _words = frozenset({"pages", "blocks", "first_block", "ready", "layer_events"})
 
     def __init__(self, config: VLLMConfig, spec: Any = None) -> None:
         super().__init__(config, spec)
@@ -70,15 +71,16 @@ class VLLMConnector(GPUConnector):
         pages, blocks, first = where["pages"], where["blocks"], where.get("first_block", 0)
         if not isinstance(pages, list | tuple) or not all(isinstance(view, torch.Tensor) for view in pages):
             raise ValueError("pages: expected a list of tensors, one for each layer")
-        if not isinstance(blocks, list | tuple) or not all(isinstance(block, int) for block in (*blocks, first)):
+        kinds = set(map(type, blocks)) if isinstance(blocks, list | tuple) else {object}
+        if not all(issubclass(kind, int) for kind in (*kinds, type(first))):
             raise ValueError("blocks: expected a list of ids, and an index as first_block")
         if len(pages) != geometry.layers:
             raise ValueError(f"pages: {len(pages)} layers, the model has {geometry.layers}")
         its = self._pages_of(pages)
         if its.problem:
             raise ValueError(f"pages: {its.problem}")
-        wrong = next((block for block in blocks if not -1 <= block < its.count), None)
-        if wrong is not None:
+        if blocks and (min(blocks) < -1 or max(blocks) >= its.count):
+            wrong = next(block for block in blocks if not -1 <= block < its.count)
             raise ValueError(f"blocks: there is no block {wrong}; there are {its.count}")
         tokens = (first + len(blocks)) * geometry.block_tokens
         if num_tokens > tokens:
@@ -95,29 +97,50 @@ class VLLMConnector(GPUConnector):
         """Copy pages into chunks. ValueError if a block of a segment is left out of `blocks`."""
         if not segments:
             return None
-        ids = [self._all_blocks(segment, blocks, first_block) for segment in segments]
-        tensors, its = self._tensors(segments, chunks, ids), self._pages_of(pages)
-        buffers = self._buffers(pages[0].device)
+        its = self._pages_of(pages)
+        chosen = self._chosen(segments, blocks, first_block, its)
+        if chosen.ids.min() < 0:
+            segment = next(one for one, ids in zip(segments, chosen.lists(), strict=True) if min(ids) < 0)
+            raise ValueError(f"blocks: some of tokens {segment.start} to {segment.end} are left out")
+        tensors, buffers = self._tensors(segments, chunks), self._buffers(pages[0].device)
         if buffers is not None:
-            return buffers.read(tensors, self._near(buffers.device, its, ids, tensors, False, how), ready)
-        self._move(its, ids, tensors, to_pages=False, how=how)
+            return buffers.read(tensors, self._near(buffers.device, its, chosen, tensors, False, how)(), ready)
+        for move in self._moves(its, chosen, tensors, to_pages=False, how=how):
+            move()
         return None
 
     @torch.inference_mode()
     def write(
         self, segments: Sequence[Segment], chunks: Sequence[Chunk], *, pages: Sequence[torch.Tensor],
-        blocks: Sequence[int], first_block: int = 0, ready: Any = None, **how: Any,
+        blocks: Sequence[int], first_block: int = 0, ready: Any = None, layer_events: LayerEvents | None = None,
+        **how: Any,
     ) -> Fence | None:  # fmt: skip
-        """Copy chunks into pages."""
+        """Copy chunks into pages; one layer of all chunks after another if these are all that `layer_events` is of."""
         if not segments:
             return None
-        ids = [self._blocks(segment, blocks, first_block) for segment in segments]
-        tensors, its = self._tensors(segments, chunks, ids), self._pages_of(pages)
-        buffers = self._buffers(pages[0].device)
+        its = self._pages_of(pages)
+        chosen = self._chosen(segments, blocks, first_block, its)
+        tensors, buffers = self._tensors(segments, chunks), self._buffers(pages[0].device)
+        if layer_events is not None and layer_events.chunks == len(segments):
+            if buffers is not None:
+                return self._write_layers(buffers, its, chosen, tensors, layer_events, ready, how)
+            for move in self._moves(its, chosen, tensors, to_pages=True, how=how, by_layer=True):
+                move()
+                layer_events.there()
+            return None
         if buffers is not None:
-            return buffers.write(tensors, self._near(buffers.device, its, ids, tensors, True, how), ready)
-        self._move(its, ids, tensors, to_pages=True, how=how)
+            return buffers.write(tensors, self._near(buffers.device, its, chosen, tensors, True, how)(), ready)
+        for move in self._moves(its, chosen, tensors, to_pages=True, how=how):
+            move()
         return None
+
+    def _write_layers(
+        self, buffers: BounceBuffers, its: _Pages, chosen: _Chosen, tensors: Sequence[torch.Tensor],
+        events: LayerEvents, ready: Any, how: Mapping[str, Any],
+    ) -> Fence:  # fmt: skip
+        near = self._near(buffers.device, its, chosen, tensors, True, how, by_layer=True)
+        layers = (([self._layer(one, layer) for one in tensors], near(layer)) for layer in range(len(its.views)))
+        return buffers.write_layers(tensors, layers, partial(events.there, buffers.device), ready)
 
     def _pages_of(self, pages: Sequence[torch.Tensor]) -> _Pages:
         """The pages as numbers; those of a tuple, which is what an engine's connector passes, are worked out once."""
@@ -144,34 +167,57 @@ class VLLMConnector(GPUConnector):
         return self._of_device.setdefault(where, None if device is None else BounceBuffers(device, self.config.staging))
 
     def _near(
-        self, device: Device, its: _Pages, ids: Sequence[list[int]], tensors: Sequence[torch.Tensor], to_pages: bool,
-        how: Mapping[str, Any],
-    ) -> Near:  # fmt: skip
-        """Between the pages and buffers on their device, of the chunks from a number on. All tables are made here."""
-        chosen = _chosen(ids, its)
+        self, device: Device, its: _Pages, chosen: _Chosen, tensors: Sequence[torch.Tensor], to_pages: bool,
+        how: Mapping[str, Any], *, by_layer: bool = False,
+    ) -> Callable[..., Near]:  # fmt: skip
+        """Between the pages and buffers on their device, of the chunks from a number on. All tables are made here.
+
+        by_layer: the result is given a layer, and its buffers have this one only.
+        """
         run = native.runner(its.device) if self._alike(its, tensors, **how) else None
         if run is None:
+            ids = chosen.lists()
 
-            def by_torch(first: int, parts: Sequence[torch.Tensor]) -> object:
-                some = ids[first : first + len(parts)]
-                return device.queue(lambda: self._by_torch(its.views, some, parts, to_pages=to_pages, how=how))
+            def by_torch(layer: int = 0) -> Near:
+                views = its.views[layer : layer + 1] if by_layer else its.views
+
+                def near(first: int, parts: Sequence[torch.Tensor]) -> object:
+                    some = ids[first : first + len(parts)]
+                    return device.queue(lambda: self._by_torch(views, some, parts, to_pages=to_pages, how=how))
+
+                return near
 
             return by_torch
-        tables = native.Tables.of(self._move_of(its, chosen, tensors, to_pages=to_pages, **how), buffered=True)
-        return lambda first, parts: device.queue(partial(run, tables.part(first, parts)))
+        table, slots, counts = self._table(its, chosen, **how)
+        tables = native.Tables.buffered(table, slots, counts, to_pages=to_pages, by_layer=by_layer)
 
-    def _move(
-        self, its: _Pages, ids: Sequence[list[int]], tensors: Sequence[torch.Tensor], *, to_pages: bool,
-        how: Mapping[str, Any],
-    ) -> None:  # fmt: skip
-        """Between pages and tensors, in host memory; done on return."""
-        chosen = _chosen(ids, its)
+        def by_native(layer: int = 0) -> Near:
+            own = tables.layer(layer) if by_layer else tables
+            return lambda first, parts: device.queue(partial(run, own.part(first, parts)))
+
+        return by_native
+
+    def _moves(
+        self, its: _Pages, chosen: _Chosen, tensors: Sequence[torch.Tensor], *, to_pages: bool, how: Mapping[str, Any],
+        by_layer: bool = False,
+    ) -> Iterator[Callable[[], object]]:  # fmt: skip
+        """Between pages and tensors, in host memory: one call, which moves everything, or one for each layer."""
         at_once = self._alike(its, tensors, **how) and all(map(self._in_one_piece, tensors))
         run = native.runner(its.device) if at_once and tensors[0].device == its.device else None
         if run is None:
-            self._by_torch(its.views, ids, tensors, to_pages=to_pages, how=how)
-        elif chosen.max() >= 0:
-            run(native.Tables.of(self._move_of(its, chosen, tensors, to_pages=to_pages, **how)))
+            go = partial(self._by_torch, ids=chosen.lists(), to_pages=to_pages, how=how)
+            if not by_layer:
+                yield partial(go, its.views, tensors=tensors)
+                return
+            for layer in range(len(its.views)):
+                yield partial(go, its.views[layer : layer + 1], tensors=[self._layer(one, layer) for one in tensors])
+            return
+        if chosen.ids.max() < 0:
+            run = id  # there is nothing to be moved
+        table, slots, _ = self._table(its, chosen, **how)
+        tables = native.Tables.of(Move(table, slots, list(map(self._by_plane, tensors)), to_pages))
+        for layer in range(len(its.views)) if by_layer else (None,):
+            yield partial(run, tables if layer is None else tables.layer(layer))
 
     def _by_torch(
         self, pages: Sequence[torch.Tensor], ids: Sequence[list[int]], tensors: Sequence[torch.Tensor], *,
@@ -197,22 +243,25 @@ class VLLMConnector(GPUConnector):
         """Return whether a layer of a chunk is."""
         return tensor.stride()[1:] == (self._geometry.page_elements, 1)
 
-    def _move_of(self, its: _Pages, chosen: Slots, tensors: Sequence[torch.Tensor], *, to_pages: bool) -> Move:
-        """All blocks of all layers as one move, in which a block is a slot."""
+    def _table(self, its: _Pages, chosen: _Chosen) -> tuple[PageTable, Slots, Slots]:
+        """A block as a slot of one token: the pages, the slots of all chunks, and how many each has."""
         width = self._geometry.page_elements * its.dtype.itemsize
         table = PageTable(its.rows, 1, len(its.rows), 1, width, its.count, 1, its.device)
-        return Move(table, chosen, [tensor.unsqueeze(0) for tensor in tensors], to_pages)
+        return table, chosen.ids, chosen.counts
 
-    def _tensors(
-        self, segments: Sequence[Segment], chunks: Sequence[Chunk], ids: Sequence[list[int]]
-    ) -> list[torch.Tensor]:
+    def _by_plane(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A chunk as `Move` has them."""
+        return tensor.unsqueeze(0)
+
+    def _layer(self, tensor: torch.Tensor, layer: int) -> torch.Tensor:
+        """One layer of a chunk, as a chunk of a model of one layer."""
+        return tensor[layer : layer + 1]
+
+    def _tensors(self, segments: Sequence[Segment], chunks: Sequence[Chunk]) -> list[torch.Tensor]:
         """The tensors of chunks. ValueError unless each is that of its segment."""
-        for segment, chunk, wanted in zip(segments, chunks, ids, strict=True):
-            num_tokens = segment.end - segment.start
-            if tuple(chunk.tensor.shape) != self.shape(num_tokens):
+        for segment, chunk in zip(segments, chunks, strict=True):
+            if tuple(chunk.tensor.shape) != self.shape(segment.end - segment.start):
                 raise ValueError(f"chunk: of tokens {segment.start} to {segment.end}, got {list(chunk.tensor.shape)}")
-            if len(wanted) != self._whole_blocks(num_tokens):
-                raise ValueError(f"blocks: {len(wanted)} for tokens {segment.start} to {segment.end}")
         return [chunk.tensor for chunk in chunks]
 
     def _take(self, view: torch.Tensor, ids: torch.Tensor, into: torch.Tensor, layer: int) -> None:
@@ -223,28 +272,37 @@ class VLLMConnector(GPUConnector):
         """One layer's pages of a chunk, `[blocks, page_elements]`."""
         return chunk[layer]
 
-    def _blocks(self, segment: Segment, blocks: Sequence[int], first_block: int) -> list[int]:
-        """The ids of a segment's blocks."""
-        begin, end = segment.start // self._geometry.block_tokens, segment.end // self._geometry.block_tokens
-        if begin < first_block:
-            raise ValueError(f"blocks: they begin at block {first_block} of the sequence, not {begin}")
-        return list(blocks[begin - first_block : end - first_block])
+    def _chosen(self, segments: Sequence[Segment], blocks: Sequence[int], first_block: int, its: _Pages) -> _Chosen:
+        """The blocks of segments, in order. ValueError for one that there is not."""
+        spans = np.array([(segment.start, segment.end) for segment in segments], dtype=np.int64)
+        begin, end = (spans // self._geometry.block_tokens - first_block).T
+        if begin.min() < 0:
+            first = begin.min() + first_block
+            raise ValueError(f"blocks: they begin at block {first_block} of the sequence, not {first}")
+        if end.max() > len(blocks):
+            last = segments[int(end.argmax())]
+            raise ValueError(f"blocks: they end before tokens {last.start} to {last.end}")
+        given = np.array(blocks, dtype=np.int64)
+        counts = end - begin
+        places = np.repeat(begin - (np.cumsum(counts) - counts), counts)
+        ids = given[places + np.arange(len(places))]
+        least, most = int(ids.min()), int(ids.max())
+        if most >= its.count or least < -1:
+            raise ValueError(f"blocks: there is no block {most if most >= its.count else least}")
+        return _Chosen(ids, counts)
 
-    def _all_blocks(self, segment: Segment, blocks: Sequence[int], first_block: int) -> list[int]:
-        """The same, for a segment that is read. ValueError if a block is left out of `blocks`."""
-        wanted = self._blocks(segment, blocks, first_block)
-        if min(wanted) < 0:
-            raise ValueError(f"blocks: some of tokens {segment.start} to {segment.end} are left out")
-        return wanted
 
+class _Chosen(NamedTuple):
+    """The blocks of chunks."""
 
-def _chosen(ids: Sequence[list[int]], its: _Pages) -> Slots:
-    """The blocks of all chunks, one after another. ValueError for one that there is not."""
-    chosen = np.array(list(itertools.chain.from_iterable(ids)), dtype=np.int64)
-    least, most = int(chosen.min()), int(chosen.max())
-    if most >= its.count or least < -1:
-        raise ValueError(f"blocks: there is no block {most if most >= its.count else least}")
-    return chosen
+    ids: Slots
+    """One chunk's after another's; a negative one is skipped."""
+    counts: Slots
+    """Number of blocks by chunk."""
+
+    def lists(self) -> list[list[int]]:
+        """By chunk."""
+        return [part.tolist() for part in np.split(self.ids, np.cumsum(self.counts)[:-1])]
 
 
 class _Pages(NamedTuple):
@@ -322,14 +380,15 @@ class VLLMBlobConnector(VLLMConnector):
     def _in_one_piece(self, tensor: torch.Tensor) -> bool:
         return tensor[0, 0].is_contiguous()
 
-    def _move_of(  # type: ignore[override]
-        self, its: _Pages, chosen: Slots, tensors: Sequence[torch.Tensor], *, to_pages: bool, order: torch.Tensor
-    ) -> Move:
-        """All tokens of all layers as one move, by the strides of a page."""
+    def _table(  # type: ignore[override]
+        self, its: _Pages, chosen: _Chosen, *, order: torch.Tensor
+    ) -> tuple[PageTable, Slots, Slots]:
+        """The tokens of all layers, by the strides of a page."""
         assert self.spec is not None
         strides, size, step = self._about(order).strides, its.dtype.itemsize, self._geometry.block_tokens
         assert strides is not None
-        slots = np.where(chosen[:, None] < 0, -1, chosen[:, None] * step + np.arange(step)).reshape(-1)
+        ids = chosen.ids
+        slots = np.where(ids[:, None] < 0, -1, ids[:, None] * step + np.arange(step)).reshape(-1)
         first, plane, token, head = (number * size for number in strides)
         heads, head_bytes = self.spec.num_kv_heads, self.spec.head_size * size
         if head == head_bytes:  # they lie side by side
@@ -339,7 +398,13 @@ class VLLMBlobConnector(VLLMConnector):
         rows[:, 0] += first + np.repeat(np.arange(planes) * plane, layers)
         rows[:, 2], rows[:, 3] = token, head
         table = PageTable(rows, planes, layers, heads, head_bytes, its.count, step, its.device)
-        return Move(table, slots, tensors, to_pages)
+        return table, slots, chosen.counts * step
+
+    def _by_plane(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def _layer(self, tensor: torch.Tensor, layer: int) -> torch.Tensor:
+        return tensor[:, layer : layer + 1]
 
     def _take(  # type: ignore[override]
         self, view: torch.Tensor, ids: torch.Tensor, into: torch.Tensor, layer: int, *, order: torch.Tensor

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from kvloom.device import Device, Stream, StreamEvent, device_of
 
 _ALIGN = 256
 """Chunks begin at multiples of it in a buffer, in bytes."""
+
+Sizes = TypeVar("Sizes", int, "np.ndarray[Any, Any]")
 
 Near = Callable[[int, Sequence[torch.Tensor]], object]
 """Queue, on the device's current stream, moves between the pages and buffers of the chunks from this number on. Returns
@@ -46,7 +50,10 @@ class BounceBuffers:
         self._out, self._in = _Way(device, nbytes), _Way(device, nbytes)
 
     def read(self, chunks: Sequence[torch.Tensor], gather: Near, ready: StreamEvent | None = None) -> Queued:
-        """From pages into chunks. ready: comes before; by default, everything on the thread's current stream."""
+        """From pages into chunks. ready: comes before; by default, everything on the thread's current stream.
+
+        What is queued for each filling of a buffer: what `gather` queues, and one batch of copies.
+        """
         with self._out.going_on(ready, chunks) as way:
             for first, some in _parts(chunks, way.size_for(chunks)):
                 buffers = way.take(some, way.near)
@@ -58,16 +65,34 @@ class BounceBuffers:
             return Queued(way.bus.record_event(), way)
 
     def write(self, chunks: Sequence[torch.Tensor], scatter: Near, ready: StreamEvent | None = None) -> Queued:
-        """From chunks into pages. ready: as in `read`."""
+        """From chunks into pages. As `read`."""
         with self._in.going_on(ready, chunks) as way:
-            for first, some in _parts(chunks, way.size_for(chunks)):
-                buffers = way.take(some, way.bus)
-                way.copy(buffers, some)
-                way.near.wait_event(way.bus.record_event())
-                with self.device.on(way.near):
-                    held = scatter(first, buffers)
-                way.give(way.near, held)
+            self._write(way, chunks, scatter)
             return Queued(way.near.record_event(), way)
+
+    def write_layers(
+        self, chunks: Sequence[torch.Tensor], layers: Iterable[tuple[Sequence[torch.Tensor], Near]],
+        there: Callable[[StreamEvent], None], ready: StreamEvent | None = None,
+    ) -> Queued:  # fmt: skip
+        """`write`, one layer of all chunks after another.
+
+        layers: of each, the chunks' parts, and the function that queues moves of these. there: is given an event after
+        which the layer is in the pages, as soon as it is queued.
+        """
+        with self._in.going_on(ready, chunks) as way:
+            for parts, scatter in layers:
+                self._write(way, parts, scatter)
+                there(way.near.record_event())
+            return Queued(way.near.record_event(), way)
+
+    def _write(self, way: _Way, chunks: Sequence[torch.Tensor], scatter: Near) -> None:
+        for first, some in _parts(chunks, way.size_for(chunks)):
+            buffers = way.take(some, way.bus)
+            way.copy(buffers, some)
+            way.near.wait_event(way.bus.record_event())
+            with self.device.on(way.near):
+                held = scatter(first, buffers)
+            way.give(way.near, held)
 
     def close(self) -> None:
         """Wait until nothing uses the buffers."""
@@ -122,7 +147,7 @@ class _Way:
             stream.wait_event(event)
         parts, at = [], 0
         for chunk in chunks:
-            size = chunk.numel() * chunk.element_size()
+            size = chunk.nbytes
             parts.append(held[at : at + size].view(chunk.dtype).view(chunk.shape))
             at += room(chunk)
         return parts
@@ -136,8 +161,7 @@ class _Way:
 
     def copy(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
         with self._device.on(self.bus):
-            for one, other in zip(to, source, strict=True):
-                self._device.copy(one, other)
+            self._device.copy_batch(to, source)
 
     def settle(self) -> None:
         with self._lock:
@@ -157,9 +181,14 @@ def mark(device: torch.device, stream: Stream | None = None) -> StreamEvent | No
     return None if its is None else its.current().record_event()
 
 
+def room_of(nbytes: Sizes) -> Sizes:
+    """Bytes that chunks of so many take in a buffer, in which they lie one after another."""
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
 def room(chunk: torch.Tensor) -> int:
-    """Bytes that a chunk takes in a buffer, in which chunks lie one after another."""
-    return -(-chunk.numel() * chunk.element_size() // _ALIGN) * _ALIGN
+    """Bytes that a chunk takes there."""
+    return room_of(chunk.nbytes)
 
 
 def _parts(chunks: Sequence[torch.Tensor], size: int) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:

@@ -74,7 +74,8 @@ class PagedCudaConnector(PagedConnector):
     def _copy(self, move: Move, where: Mapping[str, Any], layer: int | None) -> Fence:
         device = move.pages.device
         bounce = self._buffers.get(device) or self._buffers.setdefault(device, self._made(device))
-        tables = Tables.of(move, buffered=True)
+        counts = [chunk.shape[2] for chunk in move.chunks]
+        tables = Tables.buffered(move.pages, move.slots, counts, to_pages=move.to_pages)
 
         def near(first: int, buffers: Sequence[torch.Tensor]) -> object:
             return bounce.device.queue(partial(self._kernels.launch, tables.part(first, buffers)))
