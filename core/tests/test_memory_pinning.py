@@ -299,7 +299,7 @@ class Copy:
 
 @pytest.fixture
 def device() -> Iterator[Pool]:
-    pool = Pool(4 * PAGE, RUNTIME, device="meta")
+    pool = Pool(4 * PAGE, RUNTIME, device=torch.device("meta"))
     yield pool
     pool.close()
     assert pool.leaked == 0

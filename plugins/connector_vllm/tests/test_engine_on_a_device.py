@@ -28,6 +28,10 @@ ELEMENTS = BLOCK_TOKENS * SPEC.kv_planes * SPEC.hidden_dim
 GEOMETRY = {"layers": LAYERS, "block_tokens": BLOCK_TOKENS, "page_elements": ELEMENTS}
 
 
+class OutOfMemory(Exception):
+    """The error that a device raises."""
+
+
 class Model:
     """An engine of prompts, each with blocks of its own: what it computes follows from the tokens alone."""
 
@@ -36,7 +40,7 @@ class Model:
         self.compute = device.stream()
         self.pages = tuple(torch.zeros(BLOCKS, ELEMENTS, dtype=SPEC.torch_dtype) for _ in range(LAYERS))
         self.free = list(range(BLOCKS))
-        self.hits = 0
+        self.hits = self.failures = 0
 
     def value(self, tokens: list[int], block: int) -> int:
         """The value of every element of a block: it follows from the block's tokens and all before."""
@@ -52,6 +56,7 @@ class Model:
         segments = self.engine.segments(torch.tensor(tokens))
         with self.device.on(self.compute):
             self.fill(blocks, [101 + n for n in range(count)])  # what the last owner left there
+            self.fail_soon()
             load = self.engine.load(segments, **where)
         if self.chance.random() < 0.2:
             load.cancel()
@@ -60,13 +65,18 @@ class Model:
             self.see(blocks, [120] * count, "a load that was cancelled wrote")
             here = [False] * len(segments)
         else:
-            here = load.result(20).tolist()
+            try:
+                here = load.result(20).tolist()
+            except OutOfMemory:
+                here = [False] * len(segments)
+        self.fail_no_more()
         self.hits += sum(here)
         with self.device.on(self.compute):
             for number, hit in enumerate(here):
                 mine = range(number * CHUNK_BLOCKS, (number + 1) * CHUNK_BLOCKS)
                 if not hit:
                     self.fill([blocks[n] for n in mine], [self.value(tokens, n) for n in mine])
+            self.fail_soon()
             save = self.engine.save(segments, **where)
         self.see(blocks, [self.value(tokens, n) for n in range(count)], "a load gave other KV")
         self.end(save)
@@ -78,24 +88,41 @@ class Model:
         if self.chance.random() < 0.2:
             save.cancel()
         else:
-            save.result(20)
+            with contextlib.suppress(OutOfMemory):
+                save.result(20)
+        self.fail_no_more()
+
+    def fail_soon(self) -> None:
+        """In one move of eight, one of the first four copies raises, and all after it."""
+        if self.chance.random() < 0.125:
+            real, left = self.device.copy, iter(range(self.chance.randint(0, 3)))
+
+            def copy(to: torch.Tensor, source: torch.Tensor) -> None:
+                if next(left, None) is None:
+                    self.failures += 1
+                    raise OutOfMemory
+                real(to, source)
+
+            self.device.copy = copy  # type: ignore[method-assign]
+
+    def fail_no_more(self) -> None:
+        self.device.__dict__.pop("copy", None)
 
     def fill(self, blocks: list[int], values: list[int]) -> None:
+        where, each = torch.tensor(blocks), torch.tensor(values, dtype=SPEC.torch_dtype)[:, None]
+
         def run() -> None:
-            for block, value in zip(blocks, values, strict=True):
-                for view in self.pages:
-                    view[block] = value
+            for view in self.pages:
+                view[where] = each
 
         self.device.queue(run)
 
     def see(self, blocks: list[int], values: list[int], problem: str) -> None:
-        seen: list[list[float]] = []
+        where, each, seen = torch.tensor(blocks), torch.tensor(values, dtype=SPEC.torch_dtype)[:, None], list[bool]()
         with self.device.on(self.compute):
-            self.device.queue(
-                lambda: seen.append([view[n].float().mean().item() for view in self.pages for n in blocks])
-            )
+            self.device.queue(lambda: seen.extend(bool((view[where] == each).all()) for view in self.pages))
             self.compute.record_event().synchronize()
-        assert seen[0] == [float(value) for value in values] * LAYERS, problem
+        assert seen == [True] * LAYERS, problem
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ class Transfer:
 
         where: None for into memory only. Returns a bool for each segment: whether it was moved.
         """
-        runs = self._runs(stop, segments, keys, record, gaps=True, pieces=pieces, into_memory=where is None)
+        runs = self._runs(stop, segments, where, keys, record, into or self._connector, gaps=True, pieces=pieces)
         moved = frozenset(self._moved(stop, segments, where, runs, into or self._connector, record, leading=False))
         return torch.tensor([segment in moved for segment in segments], dtype=torch.bool)
 
@@ -63,7 +63,7 @@ class Transfer:
 
         Returns the moved segments and pieces, in order.
         """
-        runs = self._runs(stop, segments, keys, record, gaps=False, pieces=pieces)
+        runs = self._runs(stop, segments, where, keys, record, self._connector, gaps=False, pieces=pieces)
         return self._moved(stop, segments, where, runs, self._connector, record, leading=True)
 
     def _moved(
@@ -101,12 +101,12 @@ class Transfer:
         return moved
 
     def _runs(
-        self, stop: Cancellation, segments: Sequence[Segment], keys: Sequence[ChunkKey], record: RequestTrace, *,
-        gaps: bool, pieces: Pieces | None = None, into_memory: bool = False,
+        self, stop: Cancellation, segments: Sequence[Segment], where: Where | None, keys: Sequence[ChunkKey],
+        record: RequestTrace, connector: GPUConnector, *, gaps: bool, pieces: Pieces | None = None,
     ) -> Runs:  # fmt: skip
         """As `Loader.fetch`. If everything is at hand, nothing else is asked."""
         memory = self._stack.memory
-        into_memory = into_memory and memory.keep
+        into_memory = where is None and memory.keep
         held = memory.lease([segment.key for segment in segments])
         try:
             if not (into_memory or all(held)):
@@ -125,6 +125,8 @@ class Transfer:
         # Reads from below need room in memory, so the leases are released first; `fetch` leases a few chunks ahead.
         context = self._context(stop, keys, record)
         context.into_memory = into_memory
+        if where is not None and self._stack.passes_through:
+            context.device = connector.device(where)
         yield from self._stack.loader.fetch(segments, self._connector.shape, context, gaps=gaps, pieces=pieces)
 
     def save(
