@@ -48,6 +48,16 @@ def gemma(tiny: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def deepseek(tiny: Path) -> Path:
+    """A random DeepSeek-V2 of 2 layers, with latent KV."""
+    import make_model
+
+    folder = tiny.with_name("kvloom-vllm-latent")
+    make_model.make_latent(folder, tokenizer=tiny)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def mistral(tiny: Path) -> Path:
     """A random Mistral of 4 layers, all of them with a window of 256 tokens."""
     import make_model
@@ -127,6 +137,11 @@ def run(warm: Warm, tiny: Path, tmp_path: Path) -> Run:
 @pytest.fixture
 def hybrid(warm: Warm, gemma: Path, tmp_path: Path) -> Run:
     return Run(warm, gemma, tmp_path)
+
+
+@pytest.fixture
+def latent(warm: Warm, deepseek: Path, tmp_path: Path) -> Run:
+    return Run(warm, deepseek, tmp_path)
 
 
 @pytest.fixture

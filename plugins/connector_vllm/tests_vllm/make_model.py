@@ -68,6 +68,19 @@ def make_windowed(folder: Path, *, tokenizer: Path, window: int = 256) -> None:
     _make_once(folder, tokenizer, lambda: MistralForCausalLM(MistralConfig(**_SHAPE, sliding_window=window)))
 
 
+def make_latent(folder: Path, *, tokenizer: Path) -> None:
+    """A random DeepSeek-V2 without experts, whose KV is latent; with the tokenizer of another model."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    def made() -> Any:
+        latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+        shape = {**_SHAPE, "num_key_value_heads": 8, "head_dim": 64, "num_hidden_layers": 2}
+        config = DeepseekV2Config(**shape, **latent, q_lora_rank=None, first_k_dense_replace=2)
+        return DeepseekV2ForCausalLM(config)
+
+    _make_once(folder, tokenizer, made)
+
+
 _SHAPE: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1,

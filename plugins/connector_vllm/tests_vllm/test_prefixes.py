@@ -164,6 +164,18 @@ def test_ranks_keep_their_parts_and_agree(run: Run, tmp_path: Path) -> None:
     assert [one["tokens"] for one in lacking] == [one["tokens"] for one in control]
 
 
+def test_latent_kv_is_kept_once_for_all_ranks(latent: Run, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "dtype": "bfloat16"}
+    settings["env"] = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    asked = {"generate": {"prompts": PROMPTS}}
+    _, control, _ = latent(asked, asked, {"settle": {}}, **settings)
+    blobs = [path for path in (tmp_path / "kv").rglob("[0-9]*-*") if path.is_file()]
+    assert len({path.parts[-4] for path in blobs}) == 1, "one fingerprint for both ranks"
+    (found,) = latent(asked, **settings)
+    assert [one["cached"] for one in found] == FOUND
+    same(found, control)
+
+
 def test_what_vllm_asked_for_is_recorded_and_replayed(run: Run, tmp_path: Path) -> None:
     trace = tmp_path / "requests.jsonl"
     asked = {"generate": {"prompts": PROMPTS}}

@@ -107,7 +107,8 @@ def identify_groups(
             kv_quantization="" if quantised == "auto" else quantised,
             world_size=int(config.parallel_config.tensor_parallel_size),
             rank=rank,
-            replicated=latent,
+            # All ranks compute the same latents. KV with heads is divided among ranks, whatever it is called.
+            replicated=latent and int(layer.num_kv_heads) == 1,
         )
         page_bytes = int(getattr(layer, "unpadded_page_size_bytes", layer.page_size_bytes))
         geometry = Geometry(
