@@ -9,16 +9,19 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
-from kvloom import Buffer, CorruptBlobError, Place, PluginError, native
+from kvloom import Buffer, CorruptBlobError, PluginError, native
 from kvloom.device import Device, device_of, stream_of_launch, synchronize
 from kvloom_serde_cachegen import streams
 from kvloom_serde_cachegen.native_profile import NativeProfile
 from kvloom_serde_cachegen.streams import Mode, Settings
+
+if TYPE_CHECKING:  # kernels are tested and measured on machines that have torch and little else
+    from kvloom import Place
 
 T = TypeVar("T")
 ENCODES = frozenset({Mode.STEP, Mode.CACHEGEN, Mode.LOSSLESS})
