@@ -3,6 +3,7 @@ as out of order as it may. The compressed bytes alone go over the bus."""
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 import zlib
@@ -89,6 +90,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
     module.kvloom_serializers = hookimpl(lambda: [Packed])  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "made_here", module)
     mine = EntryPoint("made_here", "made_here", "kvloom.v1")
+    monkeypatch.setattr(decoding, "MOST_BYTES", 1 << 20)
     Packed.hostile, Packed.full, Packed.launches, Packed.chance, Packed.cut = 0.0, False, [], random.Random(1), 0
     return Registry.discover(entry_points=[*entry_points(group="kvloom.v1"), mine])
 
@@ -105,7 +107,7 @@ def config_of(tier: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
 def test_no_order_of_work_shows(registry: Registry, hostile: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "MOST_BYTES", 3 * 4096)
     Packed.hostile, hits = hostile, 0
-    for seed in range(8):
+    for seed in range(8):  # the device has room for three chunks, and a request four at most
         device = SimulatedDevice(seed)
         with device.installed(), Engine.open(config_of({"type": "dict"}), SPEC, registry=registry) as engine:
             model = Model(seed, engine, device)
@@ -145,6 +147,18 @@ def test_compressed_bytes_go_over_the_bus_and_one_launch_decodes_a_batch(registr
         assert load(engine, tokens, where) == [True] * 8
         assert Packed.launches == [8]
         assert 0 < device.bus_bytes < 8 * CHUNK_BYTES / 2
+
+
+def test_a_closed_engine_gives_the_memory_back(registry: Registry) -> None:
+    device = SimulatedDevice(1)
+    with device.installed(), Engine.open(config_of({"type": "dict"}), SPEC, registry=registry) as engine:
+        tokens, where = stored(engine, device, 4)
+        load(engine, tokens, where)
+        (mine,) = [memory for memory in device._memory if memory.numel() == decoding.MOST_BYTES]
+        del mine
+        engine.close()
+        gc.collect()
+        assert not any(memory.numel() == decoding.MOST_BYTES for memory in device._memory)
 
 
 def test_a_memory_tier_wants_the_chunks_itself(registry: Registry) -> None:

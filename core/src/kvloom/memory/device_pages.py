@@ -35,4 +35,5 @@ class DevicePages:
         """It is all there."""
 
     def close(self) -> None:
-        """The memory is freed with the last reference to it."""
+        """The memory is freed with the last tensor in it."""
+        self.bytes = torch.empty(0, dtype=torch.uint8)

@@ -437,3 +437,4 @@ class Pool:
             return
         self._collect()
         self.pages.close()
+        self._grids.clear()

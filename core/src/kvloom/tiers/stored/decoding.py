@@ -12,7 +12,7 @@ import torch
 from kvloom.contracts.serializer import Place, Serializer
 from kvloom.device import Device
 from kvloom.errors import CorruptBlobError, UnreadableBlobError
-from kvloom.memory import Pool, Reservation
+from kvloom.memory import Pool, Reservation, pages_of
 from kvloom.runtime import Runtime
 from kvloom.tiers.stored.calls import NoRoomError, guarded
 from kvloom.types import Buffers, Chunk
@@ -35,17 +35,21 @@ class Job:
 class DeviceDecoder:
     """Decodes on one device, on a stream of its own. What several threads bring while it is at work is one launch."""
 
-    def __init__(self, where: torch.device, device: Device, capacity: int, runtime: Runtime) -> None:
-        """Takes the memory. Raises RuntimeError if the device has no room for it."""
+    def __init__(self, where: torch.device, device: Device, chunk_bytes: int, runtime: Runtime) -> None:
+        """Takes memory for chunks. Raises RuntimeError if the device has no room for it."""
         self._where, self._device = where, device
         self._stream = device.stream()
         with device.on(self._stream):
-            self._pool = Pool(capacity, runtime, device=where)
+            self._pool = Pool(max(MOST_BYTES, 2 * pages_of(chunk_bytes)), runtime, device=where)
         self.largest_bytes = self._pool.largest_bytes
         """The most that one chunk may have."""
         self._now = runtime.now
         self._launching = runtime.lock()
         self._waiting: deque[Job] = deque()
+
+    def close(self) -> None:
+        """Give the memory back, once what is in it is not used any more."""
+        self._pool.close()
 
     def reserve(self, nbytes: int, *, deadline: float, until: float, on_wait: Callable[[], None] | None) -> Reservation:
         """Memory on the device. on_wait: called before this waits, until `until`, for what is in use.

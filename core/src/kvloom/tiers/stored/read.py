@@ -16,13 +16,13 @@ from kvloom.device import device_of
 from kvloom.errors import BackendError, CorruptBlobError, KVLoomError, UnreadableBlobError
 from kvloom.format import envelope
 from kvloom.format.encryption import Protection
-from kvloom.memory import Reservation, pages_of
+from kvloom.memory import Reservation
 from kvloom.runtime import Runtime
 from kvloom.telemetry.request_trace import NO_TRACE, RequestTrace
 from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.tiers.memory.tier import MemoryTier
 from kvloom.tiers.stored.calls import NoRoomError, guarded
-from kvloom.tiers.stored.decoding import MOST_BYTES, DeviceDecoder, Job
+from kvloom.tiers.stored.decoding import DeviceDecoder, Job
 from kvloom.tiers.stored.inflight import Wanted
 from kvloom.tiers.tier import Layout, Loaded
 from kvloom.types import Chunk, ChunkKey
@@ -140,6 +140,14 @@ class BlobReader:
             for number in encoded:
                 buffers[number].abandon()
 
+    def close(self) -> None:
+        """Give the memory on devices back."""
+        with self._making:
+            for decoder in self._decoders_on.values():
+                if decoder is not None:
+                    decoder.close()
+            self._decoders_on.clear()
+
     def longest(self, wanted: Wanted) -> int:
         """Return the bytes of the longest blob that such a chunk can have."""
         return self._outline(wanted.shape, wanted.num_tokens)[1] + envelope.MAX_HEADER_BYTES
@@ -174,12 +182,12 @@ class BlobReader:
         with self._making:
             if where not in self._decoders_on:
                 try:
-                    made = DeviceDecoder(where, device, max(MOST_BYTES, 2 * pages_of(nbytes)), self._runtime)
+                    made = DeviceDecoder(where, device, nbytes, self._runtime)
                 except RuntimeError as error:
                     log.warning("tier=%s the processor decodes: %s has no room: %s", self._name, where, one_line(error))
                     made = None
                 self._decoders_on[where] = made
-        decoder = self._decoders_on[where]
+            decoder = self._decoders_on[where]
         return None if decoder is None or nbytes > decoder.largest_bytes else decoder
 
     def _decode_there(
