@@ -142,11 +142,9 @@ class BlobReader:
 
     def close(self) -> None:
         """Give the memory on devices back."""
-        with self._making:
-            for decoder in self._decoders_on.values():
-                if decoder is not None:
-                    decoder.close()
-            self._decoders_on.clear()
+        for decoder in tuple(self._decoders_on.values()):
+            if decoder is not None:
+                decoder.close()
 
     def longest(self, wanted: Wanted) -> int:
         """Return the bytes of the longest blob that such a chunk can have."""
