@@ -36,7 +36,7 @@ def keys_of(count: int, tenants: int = 1) -> list[ChunkKey]:
 
 
 def tier_of(capacity: int, **settings: Any) -> MemoryTier:
-    pool = Pool(capacity, RUNTIME, device="meta")
+    pool = Pool(capacity, RUNTIME, device=torch.device("meta"))
     layout = Layout(MemoryFormat.KV_BLOB, torch.uint8, lambda tokens: (2, 1, tokens, 1))
     return MemoryTier(layout, pool, EventBus((), RUNTIME), RUNTIME, **settings)
 
@@ -115,7 +115,7 @@ def policies(rows: Rows) -> None:
 
 
 def leases(rows: Rows) -> None:
-    pool = Pool(MIB, RUNTIME, device="meta")
+    pool = Pool(MIB, RUNTIME, device=torch.device("meta"))
     room = pool.reserve(PAGE)
     block = None if room is None else room.seal()
     assert block is not None
@@ -186,7 +186,7 @@ def fragmentation(rows: Rows) -> None:
 def refused_at_95(sizes: list[int], steps: int) -> float:
     """Share of reservations that find no contiguous room at 95 % full, among those with enough free bytes."""
     chance = random.Random(11)
-    pool = Pool(256 * max(sizes), RUNTIME, device="meta")
+    pool = Pool(256 * max(sizes), RUNTIME, device=torch.device("meta"))
     rooms: list[Any] = []
     failed = 0
     for _ in range(steps):

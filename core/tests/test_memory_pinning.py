@@ -17,6 +17,7 @@ from kvloom import ConfigError, Engine
 from kvloom.memory import Pool, pages, pinning
 from kvloom.memory import pool as pools
 from kvloom.memory.device_pages import DevicePages
+from kvloom.numa import Node
 from kvloom.runtime import SystemRuntime
 
 PAGE = 4096
@@ -32,10 +33,14 @@ class Registrar:
         self.limit = limit
         self.slabs: list[tuple[int, int]] = []
         self.gone: list[int] = []
+        self.home: Node | None = None
         self.present: Callable[[int], bool] = lambda end: True
 
     def ready(self) -> bool:
         return self.is_ready
+
+    def node(self) -> Node | None:
+        return self.home
 
     def register(self, address: int, nbytes: int) -> bool:
         assert self.present(address + nbytes), "only pages that are there"
@@ -96,6 +101,28 @@ def test_slabs_are_pinned_in_order_as_they_come_into_use(make: Make) -> None:
         reservation.abandon()
     pool.close()
     assert registrar.gone == [base + 2 * SLAB, base + SLAB, base] and pool.pages.pinned_bytes == 0
+
+
+@linux
+def test_memory_is_taken_from_the_node_of_the_device_before_it_is_pinned(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registrar, bound = Registrar(), list[tuple[object, ...]]()
+    registrar.home = Node(1, frozenset())
+
+    def bind(*given: object) -> bool:
+        assert not registrar.slabs
+        bound.append(given)
+        return False
+
+    monkeypatch.setattr(pages, "bind", bind)
+    pool = make(registrar)
+    settle(pool)
+    reservation = pool.reserve(SLAB)
+    settle(pool)
+    assert len(registrar.slabs) == 2 and bound == [(registrar.home, pool.pages.bytes.data_ptr(), 4 * SLAB)]
+    assert reservation is not None
+    reservation.abandon()
 
 
 @linux
@@ -299,7 +326,7 @@ class Copy:
 
 @pytest.fixture
 def device() -> Iterator[Pool]:
-    pool = Pool(4 * PAGE, RUNTIME, device="meta")
+    pool = Pool(4 * PAGE, RUNTIME, device=torch.device("meta"))
     yield pool
     pool.close()
     assert pool.leaked == 0

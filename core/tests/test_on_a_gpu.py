@@ -44,7 +44,7 @@ def test_a_pool_is_pinned_and_copies_to_and_from_it_are_asynchronous() -> None:
 
 
 def test_memory_on_the_device_is_given_out_again_only_when_its_work_is_done() -> None:
-    pool = Pool(SIZE, SystemRuntime(), device="cuda")
+    pool = Pool(SIZE, SystemRuntime(), device=torch.device("cuda"))
     stream, source = torch.cuda.Stream(), torch.full((SIZE,), 7, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     first = pool.reserve(SIZE)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvloom.numa import Node, node_of
+
 if TYPE_CHECKING:
     import torch
 
@@ -25,6 +27,7 @@ __all__ = [
     "driver",
     "forget_error",
     "is_stream",
+    "numa_node",
     "stand_in",
     "stream_of_launch",
     "synchronize",
@@ -234,6 +237,15 @@ def driver() -> Driver | None:
     cuda: Any = torch.cuda
     backend: Any = torch.backends.cuda
     return cuda if backend.is_built() else None
+
+
+def numa_node(index: int) -> Node | None:
+    """The NUMA node of a GPU; None where there is one node, or it is not told. Makes no context."""
+    import torch
+
+    found = torch.cuda.get_device_properties(index)
+    domain, bus, place = (getattr(found, f"pci_{name}_id", -1) for name in ("domain", "bus", "device"))
+    return node_of(f"{domain:04x}:{bus:02x}:{place:02x}.0")
 
 
 class CurrentStreams:

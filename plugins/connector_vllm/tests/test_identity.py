@@ -108,6 +108,9 @@ def test_latent_kv_is_the_same_on_every_rank(model: Path) -> None:
     known = kv_cache_config(spec=MLAAttentionSpec(**{**vars(layer_spec()), "num_kv_heads": 1}))
     config = vllm_config(str(model), tensor_parallel_size=2)
     assert namespace(config, known, rank=0) == namespace(config, known, rank=1)
+    for other in (layer_spec(num_kv_heads=1), MLAAttentionSpec(**{**vars(layer_spec()), "num_kv_heads": 2})):
+        divided = kv_cache_config(spec=other)
+        assert namespace(config, divided, rank=0) != namespace(config, divided, rank=1)
 
 
 def test_an_adapter_is_known_by_the_weights_that_it_was_loaded_with(tmp_path: Path) -> None:

@@ -129,12 +129,9 @@ def _local() -> Any:
 def _latents() -> Any:
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
-    shape = {name: value for name, value in _SHAPE.items() if name != "head_dim"}
-    config = DeepseekV2Config(
-        **{**shape, "num_hidden_layers": 2, "num_key_value_heads": 8}, kv_lora_rank=512, q_lora_rank=None,
-        qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=4, first_k_dense_replace=2,
-        n_shared_experts=1, moe_intermediate_size=128, num_experts_per_tok=1, n_group=1, topk_group=1,
-    )  # fmt: skip
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    shape = {**_SHAPE, "num_key_value_heads": 8, "head_dim": 64, "num_hidden_layers": 2}
+    config = DeepseekV2Config(**shape, **latent, q_lora_rank=None, first_k_dense_replace=2)  # without experts
     return DeepseekV2ForCausalLM(config)
 
 

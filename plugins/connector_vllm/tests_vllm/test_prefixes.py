@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,19 @@ def test_ranks_keep_their_parts_and_agree(run: Run, tmp_path: Path) -> None:
     (lacking,) = run(asked, env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, **settings)
     assert lacking[0]["cached"] == 0, "the first chunk of one rank is gone"
     assert [one["tokens"] for one in lacking] == [one["tokens"] for one in control]
+
+
+def test_latent_kv_is_kept_once_for_all_ranks(of_kind: Callable[[str], Run], tmp_path: Path) -> None:
+    latent = of_kind("latents")
+    settings: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "dtype": "bfloat16"}
+    settings["env"] = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    asked = {"generate": {"prompts": PROMPTS}}
+    _, control, _ = latent(asked, asked, {"settle": {}}, **settings)
+    blobs = [path for path in (tmp_path / "kv").rglob("[0-9]*-*") if path.is_file()]
+    assert len({path.parts[-4] for path in blobs}) == 1, "one fingerprint for both ranks"
+    (found,) = latent(asked, **settings)
+    assert [one["cached"] for one in found] == FOUND
+    same(found, control)
 
 
 def test_what_vllm_asked_for_is_recorded_and_replayed(run: Run, tmp_path: Path) -> None:

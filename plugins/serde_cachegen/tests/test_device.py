@@ -25,6 +25,7 @@ from kvloom_serde_cachegen import device, serializer, streams
 from kvloom_serde_cachegen.native_profile import NativeProfile
 from kvloom_serde_cachegen.serializer import CacheGenSerializer
 from kvloom_serde_cachegen.streams import Mode, Settings
+from kvloom_testkit.devices.simulated import SimulatedDevice
 
 SOURCE = Path(__file__).parents[1] / "csrc" / "cuda.cu"
 
@@ -365,6 +366,38 @@ def test_the_serializer_takes_pages_in_device_memory(
     into = Chunk(torch.zeros_like(pages, device=on), MemoryFormat.KV_PAGES, 9)
     one.decode(blob, into)
     assert torch.equal(bits(into.tensor.cpu()), bits(pages))
+
+
+@pytest.mark.parametrize("settings", [{}, {"mode": "lossless"}], ids=str)
+def test_streams_are_queued_by_the_device_and_damage_is_found(
+    codec: ctypes.CDLL, on: str, settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same values, whatever the order of what is queued, and nothing but streams and a table over the bus."""
+    if on == "cuda":
+        pytest.skip("the simulated device is one of the host's memory")
+    one = CacheGenSerializer(CacheGenSerializer.Config.model_validate(settings))
+    kvs = [kv_of((2, 2, 9, 40), torch.bfloat16, number) for number in range(3)]
+    blobs = [[bytes(part) for part in one.encode(replace(chunk_of(kv), start=0))] for kv in kvs]
+    values = [torch.zeros_like(kv) for kv in kvs]
+    for blob, value in zip(blobs, values, strict=True):
+        one.decode(blob, chunk_of(value))
+    monkeypatch.setattr(device, "library", lambda: codec)
+    for seed in range(10):
+        there = SimulatedDevice(seed)
+        with there.installed():
+            stream = there.stream()
+            with there.on(stream):
+                into = [there.empty(kv.nbytes).view(kv.dtype).view(kv.shape) for kv in kvs]
+            place = Place(torch.device("cpu"), stream)
+            assert one.decodes_on(place.device)
+            one.decode_many(blobs, [chunk_of(kv) for kv in into], place)
+            assert all(torch.equal(bits(kv), bits(value)) for kv, value in zip(into, values, strict=True))
+            table = 6 * ctypes.sizeof(streams.Decode)
+            assert there.bus_bytes == sum(len(part) for blob in blobs for part in blob[:2]) + table
+            harm = [blobs[0], [blobs[1][0], blobs[1][1][:-8], *blobs[1][2:]]]
+            with pytest.raises(CorruptBlobError):
+                one.decode_many(harm, [chunk_of(kv) for kv in into[:2]], place)
+            there.settle()
 
 
 def chunk_of(kv: torch.Tensor) -> Chunk:

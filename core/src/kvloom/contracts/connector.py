@@ -50,6 +50,13 @@ class GPUConnector(Component):
         This includes missing arguments, too little room, another dtype or shape, and unknown names.
         """
 
+    def device(self, where: Mapping[str, Any]) -> Any:
+        """The torch.device of the engine's KV, if `write` takes chunks that are in its memory; None by default.
+
+        Called after `check`. Compressed chunks are then decoded there, where the tier's serializer can.
+        """
+        return None
+
     def ordered(self, where: Mapping[str, Any]) -> Mapping[str, Any]:
         """`where`, with a mark of what the calling thread has queued on a device so far: a move comes after it.
 

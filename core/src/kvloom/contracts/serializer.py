@@ -96,6 +96,11 @@ class Serializer(Component):
         for blob, chunk in zip(blobs, into, strict=True):
             self.decode(blob, chunk)
 
+    def decodes_on(self, device: Any) -> bool:
+        """Return whether `decode_many` fills chunks in the memory of this torch.device by the device itself. It then
+        returns when that is done, and raises only then."""
+        return False
+
     def layer_buffers(
         self, lengths: Sequence[int], like: Chunk, params: Mapping[str, Any]
     ) -> Sequence[Sequence[int]] | None:

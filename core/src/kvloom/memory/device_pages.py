@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from kvloom.device import device_of
+
 
 class Done(Protocol):
     """Tells when work queued on a device is over; `torch.cuda.Event` does."""
@@ -22,7 +24,8 @@ class DevicePages:
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
         self.slab_ends = (size,)
-        self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
+        its = device_of(device)
+        self.bytes = torch.empty(size, dtype=torch.uint8, device=device) if its is None else its.empty(size)
 
     @property
     def view(self) -> memoryview:
@@ -32,4 +35,5 @@ class DevicePages:
         """It is all there."""
 
     def close(self) -> None:
-        """The memory is freed with the last reference to it."""
+        """The memory is freed with the last tensor in it."""
+        self.bytes = torch.empty(0, dtype=torch.uint8)

@@ -15,6 +15,7 @@ import torch
 
 from kvloom.forks import was_forked
 from kvloom.memory.pinning import Pinner
+from kvloom.numa import bind
 from kvloom.runtime import Runtime, Thread
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,8 @@ class Pages:
         self.pinned_bytes = 0
         self._pinner = pinner
         self._pinning = False
+        self._at_home: bool | None = None
+        """It is on the NUMA node of the device that it is pinned for. None: not tried."""
         self._pinned: list[Callable[[], None]] = []
         """For each slab that is pinned, from the first on, how it is unpinned."""
         self._libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -106,6 +109,8 @@ class Pages:
                     self._wake.wait()
                 if self._closed:
                     break
+            if self._pinning and self._at_home is None:
+                self._at_home = self._move_home()
             if self._to_pin():
                 self._pin_next()
             else:
@@ -113,6 +118,11 @@ class Pages:
         for unpin in reversed(self._pinned):
             unpin()
         self.pinned_bytes = 0
+
+    def _move_home(self) -> bool:
+        assert self._pinner is not None
+        node = self._pinner.node()
+        return node is not None and bind(node, self.bytes.data_ptr(), self.size)
 
     def _populate_next(self) -> None:
         assert self._libc is not None

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 from typing import Literal, Protocol
 
-from kvloom.device import Driver, driver, forget_error
+from kvloom.device import Driver, driver, forget_error, numa_node
+from kvloom.numa import Node
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +24,9 @@ class Pinner(Protocol):
     def ready(self) -> bool:
         """Return whether memory can be pinned by now. Called often, on threads that use the memory; initialises
         nothing."""
+
+    def node(self) -> Node | None:
+        """The NUMA node of the device that it is for, once it is ready; None if there is no other."""
 
     def register(self, address: int, nbytes: int) -> bool:
         """Lock memory whose pages are present; False if that cannot be."""
@@ -43,6 +47,9 @@ class CudaPinner:
         # Another thread registers the memory, and must not make a context on an unused device.
         self._device = int(self._cuda.current_device())
         return True
+
+    def node(self) -> Node | None:
+        return numa_node(self._device)
 
     def register(self, address: int, nbytes: int) -> bool:
         with self._cuda.device(self._device):

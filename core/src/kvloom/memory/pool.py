@@ -263,10 +263,10 @@ class Pool:
     """`capacity` bytes of memory in page-aligned pieces. Allocation is O(log n) and scans nothing."""
 
     def __init__(
-        self, capacity: int, runtime: Runtime, *, device: str | torch.device = "cpu",
+        self, capacity: int, runtime: Runtime, *, device: torch.device | None = None,
         pin: Literal["auto"] | bool | Pinner = "auto", eager: bool = False, piece_bytes: int = 0,
     ) -> None:  # fmt: skip
-        """device: where the memory is; all but the host's is taken at once, and has no `view`.
+        """device: where the memory is, which is then taken at once, and has no `view`. None: the host's.
 
         pin: whether host memory is pinned, once the process has initialised CUDA (see `kvloom.memory.pinning`; False:
         never), in slabs of at least 256 MiB and 32 times `piece_bytes`, the largest piece that will be asked for.
@@ -274,11 +274,10 @@ class Pool:
         eager: all of it is pinned once it can be, in the background; else a little ahead of its use.
         """
         self.capacity = capacity // PAGE_BYTES * PAGE_BYTES
-        where = torch.device(device)
         self.pages = (
             Pages(self.capacity, runtime, pinner=pinner_for(pin), eager=eager, piece_bytes=piece_bytes)
-            if where.type == "cpu"
-            else DevicePages(self.capacity, where)
+            if device is None
+            else DevicePages(self.capacity, device)
         )
         ends = self.pages.slab_ends
         self.largest_bytes = max(end - start for start, end in zip((0, *ends), ends, strict=False))
@@ -438,3 +437,4 @@ class Pool:
             return
         self._collect()
         self.pages.close()
+        self._grids.clear()

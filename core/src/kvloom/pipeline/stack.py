@@ -50,6 +50,11 @@ class Stack:
         """The longest that one step of any tier may take, in seconds."""
         return max((tier.deadline for tier in self.stored), default=self.memory.deadline)
 
+    @property
+    def passes_through(self) -> bool:
+        """Chunks that are loaded are for the engine alone: neither memory nor a faster tier keeps them."""
+        return not self.memory.keep and len(self.stored) == 1
+
     # -- finding -------------------------------------------------------------------------------------------------------
 
     def all_in_memory(self, keys: Sequence[ChunkKey], names: Sequence[str] | None = None) -> bool:

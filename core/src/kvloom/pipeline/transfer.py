@@ -52,8 +52,8 @@ class Transfer:
         where: None for into memory only. at_once: see `Engine.load`. Returns a bool for each segment: whether it was
         moved.
         """
-        runs = self._runs(stop, segments, keys, record, gaps=True, pieces=pieces, into_memory=where is None)
         connector = into or self._connector
+        runs = self._runs(stop, segments, where, keys, record, connector, gaps=True, pieces=pieces)
         moved = frozenset(self._moved(stop, segments, where, runs, connector, record, leading=False, at_once=at_once))
         return torch.tensor([segment in moved for segment in segments], dtype=torch.bool)
 
@@ -65,7 +65,7 @@ class Transfer:
 
         Returns the moved segments and pieces, in order.
         """
-        runs = self._runs(stop, segments, keys, record, gaps=False, pieces=pieces)
+        runs = self._runs(stop, segments, where, keys, record, self._connector, gaps=False, pieces=pieces)
         return self._moved(stop, segments, where, runs, self._connector, record, leading=True)
 
     def _moved(
@@ -104,12 +104,12 @@ class Transfer:
         return moved
 
     def _runs(
-        self, stop: Cancellation, segments: Sequence[Segment], keys: Sequence[ChunkKey], record: RequestTrace, *,
-        gaps: bool, pieces: Pieces | None = None, into_memory: bool = False,
+        self, stop: Cancellation, segments: Sequence[Segment], where: Where | None, keys: Sequence[ChunkKey],
+        record: RequestTrace, connector: GPUConnector, *, gaps: bool, pieces: Pieces | None = None,
     ) -> Runs:  # fmt: skip
         """As `Loader.fetch`. If everything is at hand, nothing else is asked."""
         memory = self._stack.memory
-        into_memory = into_memory and memory.keep
+        into_memory = where is None and memory.keep
         held = memory.lease([segment.key for segment in segments])
         try:
             if not (into_memory or all(held)):
@@ -128,6 +128,8 @@ class Transfer:
         # Reads from below need room in memory, so the leases are released first; `fetch` leases a few chunks ahead.
         context = self._context(stop, keys, record)
         context.into_memory = into_memory
+        if where is not None and self._stack.passes_through:
+            context.device = connector.device(where)
         yield from self._stack.loader.fetch(segments, self._connector.shape, context, gaps=gaps, pieces=pieces)
 
     def save(

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvloom.contracts.serializer import Serializer
+from kvloom.contracts.serializer import Place, Serializer
 from kvloom.runtime import Runtime
 from kvloom.types import Buffers, Chunk
 
@@ -43,6 +43,15 @@ class TimedSerializer(Serializer):
         began = self._now()
         self._inner.decode(blob, into)
         self._say("decode", into, blob, began)
+
+    def decodes_on(self, device: Any) -> bool:
+        return self._inner.decodes_on(device)
+
+    def decode_many(self, blobs: Sequence[Buffers], into: Sequence[Chunk], place: Place | None = None) -> None:
+        began = self._now()
+        self._inner.decode_many(blobs, into, place)
+        for blob, chunk in zip(blobs, into, strict=True):
+            self._say("decode", chunk, blob, began)
 
     def layer_buffers(
         self, lengths: Sequence[int], like: Chunk, params: Mapping[str, Any]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from kvloom.runtime import Runtime
 from kvloom.telemetry.request_trace import NO_TRACE, RequestTrace
 from kvloom.tiers.chain import NO_CHAIN, Chain
@@ -39,6 +41,8 @@ class RequestContext:
         self.given_up = False
         self.into_memory = False
         """Chunks must end up in the memory tier, so a mapped chunk of a store will not do."""
+        self.device: torch.device | None = None
+        """Chunks may be decoded in its memory, and are not wanted anywhere else."""
         self._wake: Callable[[], None] | None = None
 
     def progress(self) -> None:

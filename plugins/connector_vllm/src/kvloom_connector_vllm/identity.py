@@ -119,7 +119,8 @@ def identify_groups(
             kv_quantization="" if quantised == "auto" else quantised,
             world_size=int(config.parallel_config.tensor_parallel_size),
             rank=rank,
-            replicated=latent or bool(getattr(layer, "tp_replicated", False)),
+            # All ranks compute the same latents. KV with heads is divided among ranks, whatever it is called.
+            replicated=(latent and int(layer.num_kv_heads) == 1) or bool(getattr(layer, "tp_replicated", False)),
         )
         geometry = Geometry(
             layers=len(names),

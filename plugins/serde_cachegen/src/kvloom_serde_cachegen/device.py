@@ -9,16 +9,19 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
-from kvloom import Buffer, CorruptBlobError, Place, PluginError, native
-from kvloom.device import device_of, stream_of_launch
+from kvloom import Buffer, CorruptBlobError, PluginError, native
+from kvloom.device import Device, device_of, stream_of_launch, synchronize
 from kvloom_serde_cachegen import streams
 from kvloom_serde_cachegen.native_profile import NativeProfile
 from kvloom_serde_cachegen.streams import Mode, Settings
+
+if TYPE_CHECKING:  # kernels are tested and measured on machines that have torch and little else
+    from kvloom import Place
 
 T = TypeVar("T")
 ENCODES = frozenset({Mode.STEP, Mode.CACHEGEN, Mode.LOSSLESS})
@@ -55,6 +58,12 @@ def about() -> str:
     return native.about_devices(codec.kvz_cuda_devices())
 
 
+def of(kv: torch.Tensor) -> Device | None:
+    """The device whose memory it is in; None for the host's."""
+    its = device_of(kv.device)
+    return its if its is not None and its.holds(kv) else None
+
+
 class Launch:
     """One call of the kernels, which may be run again and again."""
 
@@ -64,23 +73,38 @@ class Launch:
     ) -> None:  # fmt: skip
         """about: what comes before the jobs. needed: bytes of scratch memory. held: what the jobs point to."""
         if workspace is None or workspace.numel() < needed or workspace.device != device:
-            workspace = torch.empty(needed, dtype=torch.uint8, device=device)
-        self._jobs, self._there = jobs, torch.frombuffer(jobs, dtype=torch.uint8).clone().to(device)
-        self._held = [*held, workspace]
+            workspace = _empty(needed, device)
+        self._jobs, self._there = jobs, _empty(ctypes.sizeof(jobs), device)
+        here = torch.frombuffer(jobs, dtype=torch.uint8)
+        _copy(self._there, here)
+        self._held = [*held, workspace, here]
         self._device = device
         self._call = partial(function, *about, _pointer(self._there), len(jobs), _pointer(workspace))
+        self._error = 0
 
     def run(self) -> None:
         """Put it on the current stream. Raises ValueError for what the kernels do not take."""
+        its = device_of(self._device)
+        if its is None:
+            self._launch()
+        else:
+            its.queue(self._launch)
+        self._check()
+
+    def _launch(self) -> None:
         with stream_of_launch(self._device) as stream:
-            error = self._call(ctypes.c_void_p(stream))
-        if error > 0:
-            raise ValueError(f"the CUDA kernels rejected the streams: error {error}")
-        if error < 0:
-            raise RuntimeError(f"CUDA error {-error}")
+            self._error = self._call(ctypes.c_void_p(stream))
+
+    def _check(self) -> None:
+        if self._error > 0:
+            raise ValueError(f"the CUDA kernels rejected the streams: error {self._error}")
+        if self._error < 0:
+            raise RuntimeError(f"CUDA error {-self._error}")
 
     def jobs(self) -> Any:
         """The jobs as the kernels leave them. Waits for them."""
+        synchronize(self._device)
+        self._check()
         return type(self._jobs).from_buffer_copy(self._there.cpu().numpy().tobytes())
 
 
@@ -179,7 +203,7 @@ def _uploaded(
         for number in run:
             starts[number] = size + held[number].ctypes.data - first
         size += -(-sum(held[number].size for number in run) // _ALIGN) * _ALIGN
-    there = torch.empty(size, dtype=torch.uint8, device=device)
+    there = _empty(size, device)
     packed = None
     for run in runs:
         first, nbytes = held[run[0]].ctypes.data, sum(held[number].size for number in run)
@@ -191,7 +215,7 @@ def _uploaded(
             part = packed[starts[run[0]] :][:nbytes]
             part.copy_(source)
             source = part
-        there[starts[run[0]] :][:nbytes].copy_(source, non_blocking=True)
+        _copy(there[starts[run[0]] :][:nbytes], source)
     return starts, there, packed
 
 
@@ -227,6 +251,21 @@ def at(place: Place | None) -> contextlib.AbstractContextManager[Any]:
 def _layer(kv: torch.Tensor, layer: int) -> int:
     streams.check_layout(kv)
     return kv.data_ptr() + layer * kv.stride(1) * kv.element_size()
+
+
+def _empty(nbytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 `[nbytes]` on the device, for work on the current stream."""
+    its = device_of(device)
+    return torch.empty(nbytes, dtype=torch.uint8, device=device) if its is None else its.empty(nbytes)
+
+
+def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
+    """From host memory, which has to be kept until it is done, to the device."""
+    its = device_of(to.device)
+    if its is None:
+        to.copy_(source)
+    else:
+        its.copy(to, source)
 
 
 def _pointer(tensor: torch.Tensor) -> ctypes.c_void_p:

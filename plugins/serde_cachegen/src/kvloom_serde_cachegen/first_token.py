@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvloom import Buffers, CorruptBlobError
+from kvloom_serde_cachegen import device
 
 
 def kept(kv: torch.Tensor) -> memoryview:
@@ -38,5 +39,9 @@ def restored(blob: Buffers, kv: torch.Tensor, first_layer: int | None = None) ->
     if tokens < 2 or data.nbytes % each or data.nbytes < least or (first_layer is None and data.nbytes != least):
         raise CorruptBlobError(f"a first token of {data.nbytes} bytes for KV of {tuple(kv.shape)}")
     rows = torch.frombuffer(bytearray(data[start * each : least]), dtype=torch.uint8)
-    kv[:, :, 0] = rows.view(kv.dtype).view(layers, planes, hidden).transpose(0, 1)
+    first, there = rows.view(kv.dtype).view(layers, planes, hidden).transpose(0, 1), device.of(kv)
+    if there is None:
+        kv[:, :, 0] = first
+    else:  # after what is queued
+        there.queue(lambda: kv[:, :, 0].copy_(first))
     return blob[:-1], behind(kv)

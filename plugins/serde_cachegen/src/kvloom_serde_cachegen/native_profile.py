@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
 
-from kvloom_serde_cachegen.profile import Profile
+if TYPE_CHECKING:  # it needs safetensors
+    from kvloom_serde_cachegen.profile import Profile
 
 
 class _Basis(ctypes.Structure):

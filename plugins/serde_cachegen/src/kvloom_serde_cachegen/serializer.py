@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from kvloom import EXACT, Buffers, Chunk, CorruptBlobError, KVSpec, MemoryFormat, Place, Serializer
+from kvloom.device import device_of
 from kvloom_serde_cachegen import device, first_token, gate, streams
 from kvloom_serde_cachegen.bins import CacheGenConfig
 from kvloom_serde_cachegen.native_profile import NativeProfile, known
@@ -86,11 +87,15 @@ class CacheGenSerializer(Serializer):
         ]
 
     def decode_many(self, blobs: Sequence[Buffers], into: Sequence[Chunk], place: Place | None = None) -> None:
-        parts = [first_token.restored(blob, _layers_of(chunk)) for blob, chunk in zip(blobs, into, strict=True)]
+        with device.at(place):
+            parts = [first_token.restored(blob, _layers_of(chunk)) for blob, chunk in zip(blobs, into, strict=True)]
         kvs = [kv for _, kv in parts]
         device.in_groups(
             kvs, lambda group: self._decode([parts[each][0] for each in group], [kvs[each] for each in group], 0, place)
         )
+
+    def decodes_on(self, where: torch.device) -> bool:
+        return device_of(where) is not None and device.library() is not None
 
     def layer_buffers(
         self, lengths: Sequence[int], like: Chunk, params: Mapping[str, Any]
@@ -159,7 +164,7 @@ class CacheGenSerializer(Serializer):
 
 def _kernels(kv: torch.Tensor) -> ctypes.CDLL | None:
     """The library for the device memory that `kv` is in; None for host memory."""
-    return device.library() if kv.is_cuda else None
+    return None if device.of(kv) is None else device.library()
 
 
 def _profile(id: bytes, kv: torch.Tensor, first_layer: int) -> NativeProfile | None:

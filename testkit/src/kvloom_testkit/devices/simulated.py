@@ -52,6 +52,8 @@ class SimulatedDevice:
         """Number of batches of copies, and launches, so far."""
         self.copies = 0
         """Number of batches of copies among them; a single copy is one."""
+        self.bus_bytes = 0
+        """Bytes of copies from the host's memory into that of `empty`, and back."""
         self.allocations = 0
         """Number of calls of `empty`."""
         self.used = False
@@ -115,6 +117,7 @@ class SimulatedDevice:
             if self._own(memory) is None and self._pageable(memory):
                 kept, staged = self._random.choice(((True, False), (False, memory is source), (False, False)))
         into, taken = self._unowned(to), source.clone() if staged else self._unowned(source)
+        self.bus_bytes += to.nbytes if (self._own(to) is None) != (self._own(source) is None) else 0
         self.current().add(lambda: into.copy_(taken))
         if kept:
             self.current().synchronize()

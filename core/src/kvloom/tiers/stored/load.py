@@ -248,6 +248,7 @@ class Loads:
                 self._backend, [inflights[number].wanted for number in numbers],
                 lambda index, outcome: settle(numbers[index], outcome, waited=on_wait is not None),
                 seconds=self._calls.deadline, since=since, chain=context.chain, on_wait=on_wait, record=record,
+                device=context.device,
             )  # fmt: skip
 
         doomed = self._existence.doomed()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
+from kvloom.bounded import one_line
 from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import MappedBlob, StorageBackend
+from kvloom.device import device_of
 from kvloom.errors import BackendError, CorruptBlobError, KVLoomError, UnreadableBlobError
 from kvloom.format import envelope, native_verifier
 from kvloom.format.encryption import Protection
@@ -19,9 +22,12 @@ from kvloom.telemetry.request_trace import NO_TRACE, RequestTrace
 from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.tiers.memory.tier import MemoryTier
 from kvloom.tiers.stored.calls import NoRoomError, guarded
+from kvloom.tiers.stored.decoding import DeviceDecoder, Job
 from kvloom.tiers.stored.inflight import Wanted
 from kvloom.tiers.tier import Layout, Loaded
 from kvloom.types import Chunk, ChunkKey
+
+log = logging.getLogger(__name__)
 
 _MOST_OUTLINES = 4096
 
@@ -50,7 +56,11 @@ class BlobReader:
         self._layout = layout
         self._decoders = {serializer.type: serializer for serializer in reversed(serializers)}
         self._memory = memory
+        self._runtime = runtime
         self._now, self._wall = runtime.now, runtime.wall
+        self._making = runtime.lock()
+        self._decoders_on: dict[torch.device, DeviceDecoder | None] = {}
+        """Those on devices; None where there is no room."""
         self._exact_only = exact_only
         self._ttl = ttl
         self._protection = protection
@@ -64,14 +74,15 @@ class BlobReader:
     def read(
         self, backend: StorageBackend, wanted: Sequence[Wanted], tell: Callable[[int, Outcome], None], *,
         seconds: float, since: int, chain: Chain = NO_CHAIN, on_wait: Callable[[], None] | None = None,
-        record: RequestTrace = NO_TRACE,
+        record: RequestTrace = NO_TRACE, device: torch.device | None = None,
     ) -> None:  # fmt: skip
         """Read blobs in one call of the backend, and tell of each, once, as soon as that is known.
 
         seconds: how long filling the memory of a blob may take. since: a mark of the removals from before; what was
         removed after it is not kept in memory. chain: what they are part of, as `MemoryTier.insert` takes it. on_wait:
         called before this waits for memory that is in use; None: it does not wait, which it may only do where it holds
-        no memory for other blobs. record: where it is noted.
+        no memory for other blobs. record: where it is noted. device: where chunks are decoded, by one launch, if their
+        serializer can.
         """
         short_of_room = False
 
@@ -90,18 +101,32 @@ class BlobReader:
             for one in wanted
         ]  # fmt: skip
         unreported = set(range(len(wanted)))
+        encoded: dict[int, tuple[envelope.Header, Serializer]] = {}
+        decoder: DeviceDecoder | None = None
 
         def done(number: int, outcome: bool | Exception) -> None:
+            nonlocal decoder
             unreported.remove(number)  # a KeyError in a backend that says it twice
             buffer = buffers[number]
             told: Outcome = outcome if isinstance(outcome, Exception) else None
             try:
                 if outcome is True:
-                    told = self._arrived(buffer, wanted[number], reserve, since=since, chain=chain, record=record)
+                    header = buffer.finish()
+                    serializer = self.check(header, wanted[number].shape, wanted[number].num_tokens)
+                    self._learn_length(header, wanted[number].shape)
+                    there = self._decoder_on(device, serializer, self._layout.nbytes(wanted[number].shape))
+                    if there is not None:
+                        encoded[number], decoder = (header, serializer), there
+                        return
+                    told = header, self._decode(
+                        wanted[number].key, header, buffer, serializer, reserve, since=since, chain=chain,
+                        record=record,
+                    )  # fmt: skip
             except Exception as error:
                 told = error
             finally:
-                buffer.abandon()  # now, not when a traceback that refers to it is collected
+                if number not in encoded:
+                    buffer.abandon()  # now, not when a traceback that refers to it is collected
             tell(number, told)
 
         error: Exception = BackendError("the backend gave no answer for a key")
@@ -112,6 +137,22 @@ class BlobReader:
         finally:
             for number in tuple(unreported):
                 done(number, error)
+        try:
+            if encoded:
+                assert decoder is not None
+                self._decode_there(
+                    decoder, encoded, wanted, buffers, tell, seconds=seconds, since=since, chain=chain, on_wait=on_wait,
+                    record=record,
+                )  # fmt: skip
+        finally:
+            for number in encoded:
+                buffers[number].abandon()
+
+    def close(self) -> None:
+        """Give the memory on devices back."""
+        for decoder in tuple(self._decoders_on.values()):
+            if decoder is not None:
+                decoder.close()
 
     def longest(self, wanted: Wanted) -> int:
         """Return the bytes of the longest blob that such a chunk can have."""
@@ -148,15 +189,59 @@ class BlobReader:
             return None
         return header, like if viewed is like else replace(like, tensor=viewed.tensor)
 
-    def _arrived(
-        self, buffer: _BlobBuffer, wanted: Wanted, reserve: _Reserve, *, since: int, chain: Chain, record: RequestTrace
-    ) -> tuple[envelope.Header, Loaded | None]:
-        header = buffer.finish()
-        serializer = self.check(header, wanted.shape, wanted.num_tokens)
-        plain = header.payload_bytes == self._layout.nbytes(wanted.shape)  # others differ in length
-        self._lengths[wanted.shape] = header.header_bytes + header.payload_bytes if plain else 0
-        loaded = self._decode(wanted.key, header, buffer, serializer, reserve, since=since, chain=chain, record=record)
-        return header, loaded
+    def _learn_length(self, header: envelope.Header, shape: tuple[int, ...]) -> None:
+        plain = header.payload_bytes == self._layout.nbytes(shape)  # others differ in length
+        self._lengths[shape] = header.header_bytes + header.payload_bytes if plain else 0
+
+    def _decoder_on(self, where: torch.device | None, serializer: Serializer, nbytes: int) -> DeviceDecoder | None:
+        """The decoder for chunks of this size on this device; None if they are to be decoded by the processor."""
+        if where is None or not serializer.decodes_on(where) or (device := device_of(where)) is None:
+            return None
+        with self._making:
+            if where not in self._decoders_on:
+                try:
+                    made = DeviceDecoder(where, device, nbytes, self._runtime)
+                except RuntimeError as error:
+                    log.warning("tier=%s the processor decodes: %s has no room: %s", self._name, where, one_line(error))
+                    made = None
+                self._decoders_on[where] = made
+            decoder = self._decoders_on[where]
+        return None if decoder is None or nbytes > decoder.largest_bytes else decoder
+
+    def _decode_there(
+        self, decoder: DeviceDecoder, encoded: Mapping[int, tuple[envelope.Header, Serializer]],
+        wanted: Sequence[Wanted], buffers: Sequence[_BlobBuffer], tell: Callable[[int, Outcome], None], *,
+        seconds: float, since: int, chain: Chain, on_wait: Callable[[], None] | None, record: RequestTrace,
+    ) -> None:  # fmt: skip
+        """Decode blobs that have arrived, by one launch, into memory of a device."""
+        jobs: dict[int, tuple[Reservation, Job]] = {}
+        began, nbytes = record.now(), 0
+        try:
+            for number, (header, serializer) in encoded.items():
+                about, now = header.description, self._now()
+                size = self._layout.nbytes(about.shape)
+                try:
+                    room = decoder.reserve(size, deadline=now + seconds, until=now + 0.8 * seconds, on_wait=on_wait)
+                except NoRoomError as error:
+                    tell(number, error)
+                    continue
+                tensor = room.tensor(about.shape, self._layout.dtype)
+                chunk = Chunk(tensor, self._layout.format, about.num_tokens, about.fidelity, about.start)
+                blob = envelope.split(header, buffers[number].view[header.header_bytes :])
+                jobs[number], nbytes = (room, Job(serializer, blob, chunk)), nbytes + size
+            decoder.decode([job for _, job in jobs.values()])
+            if jobs:
+                codec = next(iter(jobs.values()))[1].serializer.type
+                record.note("decode", self._name, began, record.now(), nbytes=nbytes, codec=codec)
+            for number, (room, job) in jobs.items():
+                header = encoded[number][0]
+                if job.error is not None:
+                    room.abandon()
+                told = job.error or (header, self._kept(wanted[number].key, header, job.into, room, since, chain))
+                tell(number, told)
+        finally:
+            for room, _ in jobs.values():
+                room.abandon()
 
     def _outline(self, shape: tuple[int, ...], num_tokens: int) -> tuple[torch.Tensor, int]:
         """Return a chunk of this shape without bytes, and the largest size of its blob's payload.
@@ -233,12 +318,17 @@ class BlobReader:
                 reservation.abandon()
                 raise
             record.note("decode", self._name, began, record.now(), nbytes=like.nbytes, codec=serializer.type)
+        return self._kept(key, header, chunk, reservation, since, chain)
+
+    def _kept(
+        self, key: ChunkKey, header: envelope.Header, chunk: Chunk, reservation: Reservation, since: int, chain: Chain
+    ) -> Loaded | None:
+        """The chunk, leased and in memory; None if it came too late."""
         block = reservation.seal()
+        written = header.description.written or None
         if block is None:
             return None
-        return self._memory.insert(
-            key, chunk, block, written=about.written or None, dirty=False, since=since, chain=chain
-        )
+        return self._memory.insert(key, chunk, block, written=written, dirty=False, since=since, chain=chain)
 
 
 class _BlobBuffer:

@@ -112,6 +112,7 @@ class StoredTier(Tier):
             layout, serializers, memory, runtime, exact_only=policy.exact_only, ttl=policy.ttl,
             protection=policy.protection, name=name,
         )  # fmt: skip
+        self._reader = reader
         self.outlived = reader.outlived
         """Return whether KV first stored at a time, in seconds since the epoch, has expired for this tier."""
         self._memory = memory
@@ -350,6 +351,7 @@ class StoredTier(Tier):
             self._record.wait()
         self.maintenance.finish()
         self.calls.close()
+        self._reader.close()
         self._mapped.close()
 
     # -- state ---------------------------------------------------------------------------------------------------------

@@ -86,6 +86,10 @@ class VLLMConnector(GPUConnector):
         if num_tokens > tokens:
             raise ValueError(f"blocks: they end at token {tokens} of the sequence, not {num_tokens}")
 
+    def device(self, where: Mapping[str, Any]) -> torch.device:
+        found: torch.device = where["pages"][0].device
+        return found
+
     def ordered(self, where: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"ready": mark(where["pages"][0].device), **where}
 

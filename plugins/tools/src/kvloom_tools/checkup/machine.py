@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvloom.device import numa_node
 from kvloom_tools.checkup.finding import Finding, note, ok, problem
 
 _PIN_BYTES = 64 << 20
@@ -41,6 +42,11 @@ def _gpus() -> Iterator[Finding]:
         yield ok(
             "gpu", f"cuda:{number}", f"{found.name}, {found.total_memory >> 30} GiB, sm_{found.major}{found.minor}"
         )
+        node = numa_node(number)
+        if node is not None:
+            yield ok(
+                "gpu", f"cuda:{number}", f"NUMA node {node.number}: pinned pools for it are there, if there is room"
+            )
     try:
         torch.empty(_PIN_BYTES, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:

@@ -1,0 +1,208 @@
+"""Compressed chunks of a stored tier, without a memory tier: decoded on the device, which does queued work as late and
+as out of order as it may. The compressed bytes alone go over the bus."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import zlib
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from test_engine_on_a_device import BLOCK_TOKENS, CHUNK_BLOCKS, ELEMENTS, GEOMETRY, LAYERS, Model
+
+from kvloom import Buffers, Chunk, Config, CorruptBlobError, Engine, Place, Serializer, UnreadableBlobError, hookimpl
+from kvloom.device import device_of
+from kvloom.plugins.registry import Registry
+from kvloom.tiers.stored import decoding
+from kvloom_testkit.devices.simulated import SimulatedDevice
+from kvloom_testkit.subjects import SPEC
+
+CHUNK_TOKENS = BLOCK_TOKENS * CHUNK_BLOCKS
+CHUNK_BYTES = LAYERS * CHUNK_BLOCKS * ELEMENTS * SPEC.torch_dtype.itemsize
+
+
+class Packed(Serializer):
+    """zlib, decoded on the device by one launch for all, as a codec's kernels do it."""
+
+    type: ClassVar[str] = "packed"
+    Config = Config
+    hostile: ClassVar[float] = 0.0
+    """The part of chunks that are encoded to a stream which is cut off: its checksums are right."""
+    chance: ClassVar[random.Random]
+    cut: ClassVar[int]
+    """The number of those."""
+    full: ClassVar[bool]
+    """The device has no room for what it decodes from."""
+    launches: ClassVar[list[int]]
+    """How many blobs each launch had."""
+    wrong: ClassVar[type[Exception]] = CorruptBlobError
+
+    def encode(self, chunk: Chunk) -> Buffers:
+        data = zlib.compress(chunk.tensor.view(torch.uint8).flatten().numpy(), 1)
+        cut = Packed.chance.random() < Packed.hostile
+        Packed.cut += cut
+        return [data[: len(data) - 4] if cut else data]
+
+    def decode(self, blob: Buffers, into: Chunk) -> None:
+        data = zlib.decompress(b"".join(blob))
+        into.tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def decodes_on(self, device: Any) -> bool:
+        return device_of(device) is not None
+
+    def decode_many(self, blobs: Sequence[Buffers], into: Sequence[Chunk], place: Place | None = None) -> None:
+        device = None if place is None else device_of(place.device)
+        if place is None or device is None:
+            return super().decode_many(blobs, into)
+        if Packed.full:
+            raise torch.OutOfMemoryError
+        wrong: list[int] = []
+        there = [device.empty(len(bytes(blob[0]))) for blob in blobs]
+
+        def launch() -> None:
+            for number, (source, chunk) in enumerate(zip(there, into, strict=True)):
+                chunk.tensor.fill_(55)
+                try:
+                    self.decode([bytes(source.numpy())], chunk)
+                except zlib.error:
+                    wrong.append(number)
+
+        Packed.launches.append(len(blobs))
+        with device.on(place.stream):
+            for to, blob in zip(there, blobs, strict=True):
+                device.copy(to, torch.frombuffer(blob[0], dtype=torch.uint8))
+            device.queue(launch)
+            place.stream.synchronize()
+        if wrong:
+            raise Packed.wrong(f"blob {wrong[0]} of {len(blobs)}")
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
+    module = ModuleType("made_here")
+    module.kvloom_serializers = hookimpl(lambda: [Packed])  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "made_here", module)
+    mine = EntryPoint("made_here", "made_here", "kvloom.v1")
+    monkeypatch.setattr(decoding, "MOST_BYTES", 1 << 20)
+    Packed.hostile, Packed.full, Packed.launches, Packed.chance, Packed.cut = 0.0, False, [], random.Random(1), 0
+    return Registry.discover(entry_points=[*entry_points(group="kvloom.v1"), mine])
+
+
+def config_of(tier: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "connector": {"type": "vllm", "geometry": GEOMETRY, "staging": 4096},
+        "chunk_tokens": CHUNK_TOKENS,
+        "tiers": [*others, {"serializer": "packed", **tier}],
+    }
+
+
+@pytest.mark.parametrize("hostile", [0.0, 0.2])
+def test_no_order_of_work_shows(registry: Registry, hostile: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "MOST_BYTES", 3 * 4096)
+    Packed.hostile, hits = hostile, 0
+    for seed in range(8):  # the device has room for three chunks, and a request four at most
+        device = SimulatedDevice(seed)
+        with device.installed(), Engine.open(config_of({"type": "dict"}), SPEC, registry=registry) as engine:
+            model = Model(seed, engine, device)
+            for _ in range(25):
+                model.request()
+                engine.flush(20)
+            device.settle()
+            hits += model.hits
+    assert hits > 80 and len(Packed.launches) > 40
+
+
+def stored(engine: Engine, device: SimulatedDevice, chunks: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Tokens of that many chunks, and blank pages for them; they are in the tier."""
+    pages = tuple(torch.arange(4 * chunks * ELEMENTS).view(-1, ELEMENTS) % 7 for _ in range(LAYERS))
+    pages = tuple(view.to(SPEC.torch_dtype) for view in pages)
+    tokens, blocks = torch.arange(chunks * CHUNK_TOKENS), list(range(chunks * CHUNK_BLOCKS))
+    assert engine.save(engine.segments(tokens), pages=pages, blocks=blocks).result(20).all() and engine.flush(20)
+    device.bus_bytes = 0
+    return tokens, {"pages": tuple(torch.full_like(view, 99) for view in pages), "blocks": blocks, "kept": pages}
+
+
+def load(engine: Engine, tokens: torch.Tensor, where: dict[str, Any]) -> list[bool]:
+    """Checks that blocks have what was saved if they were loaded, and else what they had before."""
+    here = engine.load(engine.segments(tokens), pages=where["pages"], blocks=where["blocks"]).result(20).tolist()
+    for view, kept in zip(where["pages"], where["kept"], strict=True):
+        for number, hit in enumerate(here):
+            mine = slice(number * CHUNK_BLOCKS, (number + 1) * CHUNK_BLOCKS)
+            assert torch.equal(view[mine], kept[mine]) if hit else (view[mine] == 99).all()
+    return here
+
+
+def test_compressed_bytes_go_over_the_bus_and_one_launch_decodes_a_batch(registry: Registry, tmp_path: Path) -> None:
+    device = SimulatedDevice(1)
+    config = config_of({"type": "disk", "path": str(tmp_path)})
+    with device.installed(), Engine.open(config, SPEC, registry=registry) as engine:
+        tokens, where = stored(engine, device, 8)
+        assert load(engine, tokens, where) == [True] * 8
+        assert Packed.launches == [8]
+        assert 0 < device.bus_bytes < 8 * CHUNK_BYTES / 2
+
+
+def test_a_closed_engine_gives_the_memory_back(registry: Registry) -> None:
+    device = SimulatedDevice(1)
+    with device.installed(), Engine.open(config_of({"type": "dict"}), SPEC, registry=registry) as engine:
+        tokens, where = stored(engine, device, 4)
+        load(engine, tokens, where)
+        (mine,) = [memory for memory in device._memory if memory.numel() == decoding.MOST_BYTES]
+        del mine
+        engine.close()
+        gc.collect()
+        assert not any(memory.numel() == decoding.MOST_BYTES for memory in device._memory)
+
+
+def test_a_memory_tier_wants_the_chunks_itself(registry: Registry) -> None:
+    device = SimulatedDevice(1)
+    config = config_of({"type": "dict"}, {"type": "memory", "capacity": "1MiB"})
+    with device.installed(), Engine.open(config, SPEC, registry=registry) as engine:
+        tokens, where = stored(engine, device, 4)
+        engine._stack.memory.remove(engine._stack.memory.chunks())
+        assert load(engine, tokens, where) == [True] * 4 and not Packed.launches
+
+
+@pytest.mark.parametrize("wrong", [CorruptBlobError, UnreadableBlobError])
+def test_a_hostile_stream_in_a_batch_costs_its_own_chunk_alone(
+    registry: Registry, tmp_path: Path, wrong: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Packed, "wrong", wrong)
+    device = SimulatedDevice(2)
+    config = config_of({"type": "disk", "path": str(tmp_path)})
+    with device.installed(), Engine.open(config, SPEC, registry=registry) as engine:
+        Packed.hostile, Packed.chance = 0.4, random.Random(4)
+        tokens, where = stored(engine, device, 8)
+        assert sum(load(engine, tokens, where)) == 8 - Packed.cut
+    assert 0 < Packed.cut < 8
+
+
+def test_a_full_device_is_a_miss_and_the_blob_stays(registry: Registry, tmp_path: Path) -> None:
+    device = SimulatedDevice(3)
+    config = config_of({"type": "disk", "path": str(tmp_path)})
+    with device.installed(), Engine.open(config, SPEC, registry=registry) as engine:
+        tokens, where = stored(engine, device, 4)
+        Packed.full = True
+        assert not any(load(engine, tokens, where))
+        Packed.full = False
+        assert all(load(engine, tokens, where))
+
+
+def test_without_room_for_chunks_on_the_device_the_processor_decodes(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: object, **settings: object) -> None:
+        raise torch.OutOfMemoryError("not 268435456 bytes")
+
+    device = SimulatedDevice(4)
+    with device.installed(), Engine.open(config_of({"type": "dict"}), SPEC, registry=registry) as engine:
+        tokens, where = stored(engine, device, 4)
+        monkeypatch.setattr(decoding, "Pool", full)
+        assert all(load(engine, tokens, where)) and not Packed.launches
