@@ -142,9 +142,9 @@ def _digests(tokens: torch.Tensor | np.ndarray[Any, Any], digest: bytes, chunk_t
     """The digest of each whole chunk. digest: that before the first one."""
     native_chain = _native_chain()
     if native_chain is not None and type(chunk_tokens) is int:
-        place = _place_of_tensor(tokens) or _place_of_array(_array(tokens))
-        if place is not None and chunk_tokens <= place.num_tokens:
-            return _native_digests(native_chain, place, digest, chunk_tokens)
+        memory = _memory_of_tensor(tokens) or _memory_of_array(_array(tokens))
+        if memory is not None and chunk_tokens <= memory.num_tokens:
+            return _native_digests(native_chain, memory, digest, chunk_tokens)
     data = memoryview(int32_tokens(tokens).data).cast("B")
     sha256 = hashlib.sha256
     step = 4 * chunk_tokens
@@ -158,7 +158,7 @@ def _digests(tokens: torch.Tensor | np.ndarray[Any, Any], digest: bytes, chunk_t
     return digests
 
 
-class _Place(NamedTuple):
+class _TokenMemory(NamedTuple):
     """Tokens that native code can read where they lie."""
 
     address: int
@@ -167,7 +167,7 @@ class _Place(NamedTuple):
     """Bytes of a token."""
 
 
-def _place_of_tensor(tokens: Any) -> _Place | None:
+def _memory_of_tensor(tokens: Any) -> _TokenMemory | None:
     """Of a flat tensor in host memory; else None. An array of it, and the address of that, take longer."""
     try:
         width = _width(tokens.dtype)
@@ -176,7 +176,7 @@ def _place_of_tensor(tokens: Any) -> _Place | None:
         address = tokens.data_ptr()
     except (AttributeError, TypeError, RuntimeError):  # it is sparse, without memory, or something else
         return None
-    return None if not address or address % width else _Place(address, tokens.numel(), width)
+    return None if not address or address % width else _TokenMemory(address, tokens.numel(), width)
 
 
 @cache
@@ -185,16 +185,18 @@ def _width(dtype: object) -> int:
     return {"torch.int64": 8, "torch.int32": 4}.get(str(dtype), 0) if sys.byteorder == "little" else 0
 
 
-def _place_of_array(array: np.ndarray[Any, Any]) -> _Place | None:
+def _memory_of_array(array: np.ndarray[Any, Any]) -> _TokenMemory | None:
     flags = array.flags
     if array.ndim == 1 and array.dtype.str in ("<i8", "<i4") and flags.c_contiguous and flags.aligned:
-        return _Place(array.__array_interface__["data"][0], len(array), array.itemsize)
+        return _TokenMemory(array.__array_interface__["data"][0], len(array), array.itemsize)
     return None
 
 
-def _native_digests(native_chain: Callable[..., int], place: _Place, digest: bytes, chunk_tokens: int) -> list[bytes]:
+def _native_digests(
+    native_chain: Callable[..., int], memory: _TokenMemory, digest: bytes, chunk_tokens: int
+) -> list[bytes]:
     """As `_digests`, of at least one chunk."""
-    at, left, width = place
+    at, left, width = memory
     digests: list[bytes] = []
     while True:
         count = min(left, max(1, _BATCH_TOKENS // chunk_tokens) * chunk_tokens)
