@@ -30,7 +30,10 @@ LAYERS = 3
 class Pretended:
     """An engine of `ranks` ranks whose KV of a token is a digest of everything up to it, the layer and the rank."""
 
-    def __init__(self, folder: Path, *, tiers: Sequence[Any], ranks: int = 1, asynchronous: bool = True, **config: Any):
+    def __init__(
+        self, folder: Path, *, tiers: Sequence[Any], ranks: int = 1, asynchronous: bool = True,
+        written_first: bool = False, **config: Any,
+    ) -> None:  # fmt: skip
         known = kv_cache_config(LAYERS, num_blocks=BLOCKS)
         vllm = vllm_config(str(folder / "model"), tensor_parallel_size=ranks)
         identities = [identify(vllm, known, rank=rank, about={}) for rank in range(ranks)]
@@ -50,7 +53,7 @@ class Pretended:
         self.scheduler = Scheduler(planner, names, self.index, announcer, asynchronous=asynchronous)
         self.engines = [Engine.open(opened, one.spec) for one in identities]
         self.workers = [
-            Worker([Part(engine, name, BLOCK)], rank=rank, asynchronous=asynchronous)
+            Worker([Part(engine, name, BLOCK)], rank=rank, asynchronous=asynchronous, written_first=written_first)
             for rank, (engine, (name,)) in enumerate(zip(self.engines, names, strict=True))
         ]
         self.memory = [[torch.zeros(BLOCKS, self.elements) for _ in range(LAYERS)] for _ in range(ranks)]

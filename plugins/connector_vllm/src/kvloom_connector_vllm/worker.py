@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -121,15 +121,18 @@ class Worker:
     """
 
     def __init__(
-        self, parts: Sequence[Part], *, rank: int, asynchronous: bool = True, by_request: bool = False
-    ) -> None:
+        self, parts: Sequence[Part], *, rank: int, asynchronous: bool = True, by_request: bool = False,
+        written_first: bool = False,
+    ) -> None:  # fmt: skip
         """parts: by group; the engines of all are siblings of the first one's.
 
         asynchronous: no step computes with KV that is still being loaded. by_request: the engine cannot go on behind
-        any block, so that a load that failed is told by its request, not by blocks.
+        any block, so that a load that failed is told by its request, not by blocks. written_first: the engine may
+        write to blocks that a step gives away before `fence` of that step, so that each step ends its saves.
         """
         self._asynchronous = asynchronous
         self._by_request = by_request
+        self._written_first = written_first
         self._parts = tuple(parts)
         self._engine = parts[0].engine
         """For all that the groups have in common: memory, counts."""
@@ -160,14 +163,7 @@ class Worker:
         self._end_step()
         if orders.clear:
             self._empty_memory()  # first: a save of before the reset may read what has been overwritten since
-        until = time.monotonic() + FENCE_SECONDS
-        for number in orders.step.fence:
-            save = self._saves.get(number)
-            if save is not None and not save.over.wait(max(0.0, until - time.monotonic())):
-                save.cancel()
-                log.warning(
-                    "a save was cancelled: its blocks are needed, and it was not done after %s s", FENCE_SECONDS
-                )
+        self._wait_for(orders.step.fence)
 
     def begin(self, orders: Orders) -> None:
         """The step's orders, before it is computed. Begins the saves of requests that are over."""
@@ -204,6 +200,9 @@ class Worker:
         saves = self._saved(orders.step.saves, orders)
         if saves or orders.step.touched:
             self._calls.submit(self._begun_later, self._next_step, orders.step.touched, saves, CurrentStreams())
+        if self._written_first:
+            self._end_step()
+            self._wait_for(self._saves)
 
     def finished(self) -> set[str]:
         """Requests whose loads are over since the last call, whether all came or not."""
@@ -272,6 +271,17 @@ class Worker:
         self._engine.close()
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _wait_for(self, saves: Iterable[int]) -> None:
+        """Once this has returned, these saves do not read the engine's KV any more."""
+        until = time.monotonic() + FENCE_SECONDS
+        for number in saves:
+            save = self._saves.get(number)
+            if save is not None and not save.over.wait(max(0.0, until - time.monotonic())):
+                save.cancel()
+                log.warning(
+                    "a save was cancelled: its blocks are needed, and it was not done after %s s", FENCE_SECONDS
+                )
 
     def _saved(self, moves: Sequence[Move], orders: Orders) -> list[_Transfer]:
         """The step's saves, which have not begun."""
