@@ -32,8 +32,8 @@ class Pretended:
 
     def __init__(
         self, folder: Path, *, tiers: Sequence[Any], ranks: int = 1, asynchronous: bool = True, by_layer: bool = False,
-        **config: Any,
-    ):  # fmt: skip
+        written_first: bool = False, **config: Any,
+    ) -> None:  # fmt: skip
         known = kv_cache_config(LAYERS, num_blocks=BLOCKS)
         vllm = vllm_config(str(folder / "model"), tensor_parallel_size=ranks)
         identities = [identify(vllm, known, rank=rank, about={}) for rank in range(ranks)]
@@ -56,7 +56,13 @@ class Pretended:
         self.scheduler = Scheduler(planner, names, self.index, announcer, asynchronous=asynchronous)
         self.engines = [Engine.open(opened, one.spec) for one in identities]
         self.workers = [
-            Worker([Part(engine, name, BLOCK)], rank=rank, asynchronous=asynchronous, by_layer=settings.by_layer)
+            Worker(
+                [Part(engine, name, BLOCK)],
+                rank=rank,
+                asynchronous=asynchronous,
+                by_layer=settings.by_layer,
+                written_first=written_first,
+            )  # fmt: skip
             for rank, (engine, (name,)) in enumerate(zip(self.engines, names, strict=True))
         ]
         self.memory = [[torch.zeros(BLOCKS, self.elements) for _ in range(LAYERS)] for _ in range(ranks)]

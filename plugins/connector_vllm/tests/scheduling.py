@@ -165,7 +165,9 @@ class Simulation:
                 scheduled.append(part)
         for part in scheduled:
             boundaries += self._boundaries(part)
-        orders = self.scheduler.orders(scheduled, boundaries)
+        # Set to zero, because requests that were preempted in this same step had them.
+        zeroed = self.random.sample(self.free, len(self.free) // 2) if self.random.random() < 0.05 else []
+        orders = self.scheduler.orders(scheduled, boundaries, zeroed)
         for rank, worker in enumerate(self.workers):
             if orders.clear:
                 worker.report.saved.update(list(worker.saves))
@@ -179,6 +181,8 @@ class Simulation:
             for load in orders.step.loads:
                 worker.loads.setdefault(load.request, []).append(load)
             self._some(rank)
+            for block in zeroed:
+                worker.blocks[block] = [None] * len(worker.blocks[block])
             for part in scheduled:
                 self._compute(rank, part)
             worker.saves.update((save.number, save) for save in orders.step.saves)

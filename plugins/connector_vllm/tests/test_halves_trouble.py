@@ -94,6 +94,33 @@ def test_a_block_that_is_given_away_is_read_first(pretended: Any, monkeypatch: p
     assert one.serve(FakeRequest("c", PROMPT[:]), range(8, 16)) == 24, "and it is right"
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_blocks_may_be_written_to_before_the_worker_is_told_of_the_step(
+    pretended: Any, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """As vLLM's V2 runner does. late: a save that takes too long is given up by then."""
+    monkeypatch.setattr("kvloom_connector_vllm.worker.LATER_SECONDS", 20.0)
+    one = pretended(tiers=[MEMORY], written_first=True, save_decode_cache=True)
+    go_on, storer = threading.Event(), one.engines[0]._stack.storer
+    reserve = storer._reserve
+    if late:
+        monkeypatch.setattr("kvloom_connector_vllm.worker.FENCE_SECONDS", 0.1)
+        monkeypatch.setattr(storer, "_reserve", lambda *args, **kw: (go_on.wait(20), reserve(*args, **kw))[1])
+    request, table = FakeRequest("a", PROMPT[:]), range(8)
+    one.scheduler.begin(request, NOBODY)
+    one.step([Scheduled("a", [table], True, 0, 27)], lambda: one.compute(request, table, 0, 27))
+    request.append(*[5] * 4)
+    one.step([Scheduled("a", (), False, 27, 30)], lambda: one.compute(request, table, 24, 30))
+    one.scheduler.end("a", [list(table)])
+    one.step()
+    for view in one.memory[0]:
+        view.zero_()
+    go_on.set()
+    one.settle()
+    again = FakeRequest("c", [*PROMPT, *[5] * 4])
+    assert one.serve(again, range(14, 22)) == (0 if late else 28), "and it is right"
+
+
 def test_a_save_that_does_not_end_is_given_up(pretended: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvloom_connector_vllm.worker.FENCE_SECONDS", 0.1)
     one = pretended(tiers=[MEMORY])

@@ -34,10 +34,15 @@ def test_a_hundred_thousand_operations() -> None:
     simulated(range(100, 200), 1000)
 
 
-def _step_for_the_known(
-    self: Planner, scheduled: Iterable[Scheduled], boundaries: Iterable[Boundary] = (), *, real: Any = Planner.step
-) -> Step:
-    return real(self, [one for one in scheduled if self.request(one.request)], boundaries)
+def _step_for_the_known(self: Planner, scheduled: Iterable[Scheduled], *more: Any, real: Any = Planner.step) -> Step:
+    return real(self, [one for one in scheduled if self.request(one.request)], *more)
+
+
+def _step_of_tables(
+    self: Planner, scheduled: Iterable[Scheduled], boundaries: Iterable[Boundary], written: Sequence[int], *,
+    real: Any = Planner.step,
+) -> Step:  # fmt: skip
+    return real(self, scheduled, boundaries)
 
 
 def _all_states(self: Planner, boundary: Boundary, saves: list[Move], *, real: Any = Planner._save_state) -> None:
@@ -70,6 +75,7 @@ def _no_states(self: Group, tokens: int, *, real: Any = Group.first) -> int:
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "blocks are not fenced": (Planner, "_fence", lambda self, blocks, fence: None),
     "blocks of unknown requests are not fenced": (Planner, "step", _step_for_the_known),
+    "blocks that are set to zero are not fenced": (Planner, "step", _step_of_tables),
     "blocks are free when one rank has read them": (Scheduler, "report", _first_rank_is_enough),
     "saves of requests that are over are begun though their blocks go": (Planner, "_unneeded", _keeps_all),
     "blocks that were given up are saved": (Planner, "_move", _move_of_everything),

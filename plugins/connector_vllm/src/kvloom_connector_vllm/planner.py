@@ -249,13 +249,19 @@ class Planner:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def step(self, scheduled: Iterable[Scheduled], boundaries: Iterable[Boundary] = ()) -> Step:
-        """The operations of a step. Call once for each."""
+    def step(
+        self, scheduled: Iterable[Scheduled], boundaries: Iterable[Boundary] = (), written: Sequence[int] = ()
+    ) -> Step:
+        """The operations of a step. Call once for each.
+
+        written: blocks that the step writes to, whoever has them.
+        """
         saves: list[Move] = []
         touched: list[Chunks] = []
         fence: set[int] = set()
         for load in self._loads:
             self._fence(load.blocks, fence)
+        self._fence(written, fence)
         for one in scheduled:
             if self._readers and one.blocks:
                 for group, table in zip(self.groups, one.blocks, strict=True):

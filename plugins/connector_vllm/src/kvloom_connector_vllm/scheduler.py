@@ -207,9 +207,10 @@ class Scheduler:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def orders(
-        self, scheduled: Iterable[Scheduled], boundaries: Iterable[Boundary] = (), *, idle: bool = False
+        self, scheduled: Iterable[Scheduled], boundaries: Iterable[Boundary] = (), written: Sequence[int] = (), *,
+        idle: bool = False,
     ) -> Orders:  # fmt: skip
-        step = self._planner.step(scheduled, boundaries)
+        step = self._planner.step(scheduled, boundaries, written)
         for save in (*step.saves, *step.ended):
             self._waiting[save.number] = len(self._ranks)
         if self._announcer is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -131,13 +131,14 @@ class Worker:
 
     def __init__(
         self, parts: Sequence[Part], *, rank: int, asynchronous: bool = True, by_request: bool = False,
-        by_layer: bool = False,
+        by_layer: bool = False, written_first: bool = False,
     ) -> None:  # fmt: skip
         """parts: by group; the engines of all are siblings of the first one's.
 
         asynchronous: no step computes with KV that is still being loaded. by_request: the engine cannot go on behind
         any block, so that a load that failed is told by its request, not by blocks. by_layer: a step that computes
-        with KV that is being loaded calls `wait_for_layer` before each layer. Not if `asynchronous`.
+        with KV that is being loaded calls `wait_for_layer` before each layer. Not if `asynchronous`. written_first: the
+        engine may write to blocks that a step gives away before `fence` of that step, so that each step ends its saves.
         """
         assert not (asynchronous and by_layer)
         self._asynchronous = asynchronous
@@ -145,6 +146,7 @@ class Worker:
         self._by_layer = by_layer
         self._awaited: list[str] = []
         """Requests with loads that the step computes with."""
+        self._written_first = written_first
         self._parts = tuple(parts)
         self._engine = parts[0].engine
         """For all that the groups have in common: memory, counts."""
@@ -175,14 +177,7 @@ class Worker:
         self._end_step()
         if orders.clear:
             self._empty_memory()  # first: a save of before the reset may read what has been overwritten since
-        until = time.monotonic() + FENCE_SECONDS
-        for number in orders.step.fence:
-            save = self._saves.get(number)
-            if save is not None and not save.over.wait(max(0.0, until - time.monotonic())):
-                save.cancel()
-                log.warning(
-                    "a save was cancelled: its blocks are needed, and it was not done after %s s", FENCE_SECONDS
-                )
+        self._wait_for(orders.step.fence)
 
     def begin(self, orders: Orders) -> None:
         """The step's orders, before it is computed. Begins the saves of requests that are over."""
@@ -231,6 +226,9 @@ class Worker:
         saves = self._saved(orders.step.saves, orders)
         if saves or orders.step.touched:
             self._calls.submit(self._begun_later, self._next_step, orders.step.touched, saves, CurrentStreams())
+        if self._written_first:
+            self._end_step()
+            self._wait_for(self._saves)
 
     def finished(self) -> set[str]:
         """Requests whose loads are over since the last call, whether all came or not; none that a step waited for."""
@@ -300,6 +298,17 @@ class Worker:
         self._engine.close()
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _wait_for(self, saves: Iterable[int]) -> None:
+        """Once this has returned, these saves do not read the engine's KV any more."""
+        until = time.monotonic() + FENCE_SECONDS
+        for number in saves:
+            save = self._saves.get(number)
+            if save is not None and not save.over.wait(max(0.0, until - time.monotonic())):
+                save.cancel()
+                log.warning(
+                    "a save was cancelled: its blocks are needed, and it was not done after %s s", FENCE_SECONDS
+                )
 
     def _saved(self, moves: Sequence[Move], orders: Orders) -> list[_Transfer]:
         """The step's saves, which have not begun."""

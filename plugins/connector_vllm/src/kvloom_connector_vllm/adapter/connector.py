@@ -136,6 +136,7 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return Worker(
             [*parts], rank=self._rank, asynchronous=self._settings.async_load,
             by_request=self._settings.by_request(self._identities), by_layer=self._by_layer(),
+            written_first=platform.written_first(self._vllm_config, self._kv_cache_config),
         )  # fmt: skip
 
     def _by_layer(self) -> bool:
@@ -192,7 +193,9 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._scheduler is not None
         idle = scheduler_output.total_num_scheduled_tokens == 0
         boundaries = self._boundaries(getattr(scheduler_output, "kv_connector_block_state", None))
-        return Metadata(self._scheduler.orders(self._scheduled(scheduler_output), boundaries, idle=idle))
+        # Also those of a request that was preempted in the step that gave them to it.
+        zeroed = getattr(scheduler_output, "new_block_ids_to_zero", None) or ()
+        return Metadata(self._scheduler.orders(self._scheduled(scheduler_output), boundaries, zeroed, idle=idle))
 
     def update_connector_output(self, connector_output: Any) -> None:
         assert self._scheduler is not None

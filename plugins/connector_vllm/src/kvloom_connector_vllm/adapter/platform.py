@@ -46,6 +46,15 @@ def check_version() -> None:
         warnings.warn(f"kvloom is tested with vLLM from {low} to below {high}, not {vllm.__version__}", stacklevel=2)
 
 
+def written_first(config: Any, kv_cache_config: Any) -> bool:
+    """Return whether vLLM writes to the blocks that a step gives away before it tells the worker's half of the step.
+
+    The V2 model runner does: it sets blocks to zero and copies states first, where layers have states.
+    """
+    zeroed = getattr(kv_cache_config, "needs_kv_cache_zeroing", True)
+    return bool(zeroed and getattr(config, "use_v2_model_runner", True))
+
+
 def isa_of(config: Any, dtype: torch.dtype, block_tokens: int, head_size: int) -> str:
     """The kernel that vLLM uses on this processor; each has its own page layout."""
     try:
