@@ -130,6 +130,27 @@ def test_where_one_of_many_cannot_be_mapped_none_is(open_engine: Open) -> None:
     assert [pane.closed for pane in window().panes] == [True, True]
 
 
+@pytest.mark.parametrize("fault", ["verifying", "too few"])
+def test_nothing_stays_leased_or_mapped_if_many_cannot_be_verified(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    engine = filled(open_engine)
+    chunks, wanted = engine.tiers["window"]._mapped, [held_as(engine, place) for place in range(4)]  # type: ignore[attr-defined]
+    chunks.open(wanted[:1])[0][1].release()
+
+    def fail(some: object) -> Any:
+        raise MemoryError
+
+    if fault == "verifying":
+        chunks._view = fail
+    else:
+        monkeypatch.setattr(Window, "map_many", lambda self, requests: [self.map(*requests[0])])
+    with pytest.raises((MemoryError, ValueError)):
+        chunks.open(wanted)
+    chunks.close()
+    assert len(window().panes) > 1 and all(pane.closed for pane in window().panes)
+
+
 def test_it_is_closed_once_by_the_last_who_reads_it() -> None:
     for first in ("owner", "readers"):
         pane = Pane(Window(Window.Config()), "key", b"blob")
