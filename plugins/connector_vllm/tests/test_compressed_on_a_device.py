@@ -146,6 +146,7 @@ def test_compressed_bytes_go_over_the_bus_and_one_launch_decodes_a_batch(registr
     device = SimulatedDevice(1)
     config = config_of({"type": "disk", "path": str(tmp_path)})
     with device.installed(), Engine.open(config, SPEC, registry=registry) as engine:
+        assert not engine.retrieve(torch.arange(CHUNK_TOKENS - 1), pages=(), blocks=[]).any(), "no chunk: no pages"
         tokens, where = stored(engine, device, 8)
         assert load(engine, tokens, where) == [True] * 8
         assert Packed.launches == [8]
