@@ -55,6 +55,15 @@ def test_there_is_a_bound(open_engine: Open, monkeypatch: pytest.MonkeyPatch) ->
         assert mapped(engine) == 2 and sum(not pane.closed for pane in window().panes) == 2
 
 
+def test_the_bound_holds_when_many_are_mapped_at_once(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvloom.tiers.stored.mapped._MOST_MAPPED", 1)
+    engine = filled(open_engine)
+    chunks = engine.tiers["window"]._mapped  # type: ignore[attr-defined]
+    for _, loaded in chunks.open([held_as(engine, place) for place in range(4)]):
+        loaded.release()
+    assert len(chunks) == 1 and [pane.closed for pane in window().panes] == [True, True, True, False]
+
+
 def test_what_has_outlived_its_tier_is_not_served(open_engine: Open) -> None:
     engine = filled(open_engine, WINDOW | {"ttl": "1h"})
     assert retrieve(engine) == [True] * 4

@@ -41,8 +41,6 @@ class DeviceDecoder:
         self._stream = device.stream()
         with device.on(self._stream):
             self._pool = Pool(max(MOST_BYTES, 2 * pages_of(chunk_bytes)), runtime, device=where)
-        self.largest_bytes = self._pool.largest_bytes
-        """The most that one chunk may have."""
         self._launching = runtime.lock()
         self._waiting: deque[Job] = deque()
 
@@ -51,7 +49,7 @@ class DeviceDecoder:
         self._pool.close()
 
     def reserve(self, nbytes: int, *, deadline: float) -> Reservation | None:
-        """Memory on the device, or None if all of it is in use.
+        """Memory on the device, or None if all of it is in use, or there is not that much.
 
         Nobody waits for it: chunks that come early keep theirs until those before them have come.
         """

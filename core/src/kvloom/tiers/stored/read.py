@@ -194,7 +194,7 @@ class BlobReader:
         self._lengths[shape] = header.header_bytes + header.payload_bytes if plain else 0
 
     def _decoder_on(self, where: torch.device | None, serializer: Serializer, nbytes: int) -> DeviceDecoder | None:
-        """The decoder for chunks of this size on this device; None if they are to be decoded by the processor."""
+        """The decoder on this device, with memory for chunks of this size; None if the processor is to decode."""
         if where is None or not serializer.decodes_on(where) or (device := device_of(where)) is None:
             return None
         with self._making:
@@ -205,8 +205,7 @@ class BlobReader:
                     log.warning("tier=%s the processor decodes: %s has no room: %s", self._name, where, one_line(error))
                     made = None
                 self._decoders_on[where] = made
-            decoder = self._decoders_on[where]
-        return None if decoder is None or nbytes > decoder.largest_bytes else decoder
+            return self._decoders_on[where]
 
     def _decode_there(
         self, decoder: DeviceDecoder, encoded: Mapping[int, tuple[envelope.Header, Serializer, Reservation]],
