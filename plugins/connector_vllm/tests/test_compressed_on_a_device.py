@@ -238,6 +238,14 @@ def test_a_memory_tier_wants_the_chunks_itself(registry: Registry) -> None:
         assert load(engine, tokens, where) == [True] * 4 and not Packed.launches
 
 
+def test_a_faster_tier_wants_the_chunks_too(registry: Registry) -> None:
+    device = SimulatedDevice(1)
+    config = config_of({"type": "dict", "name": "far"}, {"type": "dict", "name": "near", "serializer": "packed"})
+    with device.installed(), Engine.open(config, SPEC, registry=registry) as engine:
+        tokens, where = stored(engine, device, 4)
+        assert load(engine, tokens, where) == [True] * 4 and not Packed.launches
+
+
 @pytest.mark.parametrize("wrong", [CorruptBlobError, UnreadableBlobError])
 def test_a_hostile_stream_in_a_batch_costs_its_own_chunk_alone(
     registry: Registry, tmp_path: Path, wrong: type[Exception], monkeypatch: pytest.MonkeyPatch
