@@ -55,6 +55,15 @@ def test_there_is_a_bound(open_engine: Open, monkeypatch: pytest.MonkeyPatch) ->
         assert mapped(engine) == 2 and sum(not pane.closed for pane in window().panes) == 2
 
 
+def test_the_bound_holds_when_many_are_mapped_at_once(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvloom.tiers.stored.mapped._MOST_MAPPED", 1)
+    engine = filled(open_engine)
+    chunks = engine.tiers["window"]._mapped  # type: ignore[attr-defined]
+    for _, loaded in chunks.open([held_as(engine, place) for place in range(4)]):
+        loaded.release()
+    assert len(chunks) == 1 and [pane.closed for pane in window().panes] == [True, True, True, False]
+
+
 def test_what_has_outlived_its_tier_is_not_served(open_engine: Open) -> None:
     engine = filled(open_engine, WINDOW | {"ttl": "1h"})
     assert retrieve(engine) == [True] * 4
@@ -128,6 +137,27 @@ def test_where_one_of_many_cannot_be_mapped_none_is(open_engine: Open) -> None:
     window().before = before  # type: ignore[method-assign]
     assert chunks.open(wanted) == [None] * 4 and len(chunks) == 0
     assert [pane.closed for pane in window().panes] == [True, True]
+
+
+@pytest.mark.parametrize("fault", ["verifying", "too few"])
+def test_nothing_stays_leased_or_mapped_if_many_cannot_be_verified(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    engine = filled(open_engine)
+    chunks, wanted = engine.tiers["window"]._mapped, [held_as(engine, place) for place in range(4)]  # type: ignore[attr-defined]
+    chunks.open(wanted[:1])[0][1].release()
+
+    def fail(some: object) -> Any:
+        raise MemoryError
+
+    if fault == "verifying":
+        chunks._view = fail
+    else:
+        monkeypatch.setattr(Window, "map_many", lambda self, requests: [self.map(*requests[0])])
+    with pytest.raises((MemoryError, ValueError)):
+        chunks.open(wanted)
+    chunks.close()
+    assert len(window().panes) > 1 and all(pane.closed for pane in window().panes)
 
 
 def test_it_is_closed_once_by_the_last_who_reads_it() -> None:

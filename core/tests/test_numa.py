@@ -72,3 +72,12 @@ def test_a_binding_is_in_force_or_refused() -> None:
         return
     (policy,) = [line.split()[1] for line in policies.splitlines() if int(line.split()[0], 16) == address]
     assert policy == ("prefer:0" if bound else "default")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux binds memory")
+def test_a_system_that_refuses_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    assert not bind(Node(0, frozenset(os.sched_getaffinity(0))), 1, 4096), "no address of a page"

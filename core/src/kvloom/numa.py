@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -46,9 +47,10 @@ def bind(node: Node, address: int, nbytes: int) -> bool:
 
     Returns False, and changes no policy of the memory, where the system does not allow it.
     """
-    allowed = node.cpus & os.sched_getaffinity(0)
-    if allowed:
-        os.sched_setaffinity(0, allowed)  # of this thread
+    with contextlib.suppress(OSError):
+        allowed = node.cpus & os.sched_getaffinity(0)
+        if allowed:
+            os.sched_setaffinity(0, allowed)  # of this thread
     call = _MBIND.get(platform.machine())
     if call is None:
         return False

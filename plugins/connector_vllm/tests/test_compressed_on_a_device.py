@@ -9,7 +9,9 @@ import sys
 import zlib
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
+from math import inf
 from pathlib import Path
+from threading import Event
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -21,6 +23,7 @@ from kvloom import Buffers, Chunk, Config, CorruptBlobError, Engine, Place, Seri
 from kvloom.device import device_of
 from kvloom.plugins.registry import Registry
 from kvloom.tiers.stored import decoding
+from kvloom_connector_vllm.paged.blocks import VLLMConnector
 from kvloom_testkit.devices.simulated import SimulatedDevice
 from kvloom_testkit.subjects import SPEC
 
@@ -143,10 +146,75 @@ def test_compressed_bytes_go_over_the_bus_and_one_launch_decodes_a_batch(registr
     device = SimulatedDevice(1)
     config = config_of({"type": "disk", "path": str(tmp_path)})
     with device.installed(), Engine.open(config, SPEC, registry=registry) as engine:
+        assert not engine.retrieve(torch.arange(CHUNK_TOKENS - 1), pages=(), blocks=[]).any(), "no chunk: no pages"
         tokens, where = stored(engine, device, 8)
         assert load(engine, tokens, where) == [True] * 8
         assert Packed.launches == [8]
         assert 0 < device.bus_bytes < 8 * CHUNK_BYTES / 2
+
+
+def test_a_request_that_is_larger_than_the_memory_there_is_decoded_there(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that came early keeps the memory from the chunk that everything waits for."""
+    monkeypatch.setattr(decoding, "MOST_BYTES", 2 * 4096)
+    device = SimulatedDevice(5)
+    with device.installed(), Engine.open(config_of({"type": "dict"}), SPEC, registry=registry) as engine:
+        tokens, where = stored(engine, device, 9)
+        assert load(engine, tokens, where) == [True] * 9
+        assert sum(Packed.launches) == 9
+
+
+def test_where_others_have_filled_the_memory_there_the_processor_decodes(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "MOST_BYTES", 2 * 4096)
+    device = SimulatedDevice(6)
+    with device.installed(), Engine.open(config_of({"type": "dict"}), SPEC, registry=registry) as engine:
+        tokens, where = stored(engine, device, 4)
+        assert all(load(engine, tokens, where))
+        Packed.launches.clear()
+        (decoder,) = engine._stack.stored[0]._reader._decoders_on.values()
+        assert decoder is not None
+        taken = [decoder.reserve(4096, deadline=inf) for _ in range(3)]
+        assert [one is None for one in taken] == [False, False, True]
+        assert all(load(engine, tokens, where)) and not Packed.launches
+        for one in taken[:2]:
+            assert one is not None
+            one.abandon()
+
+
+class Host(VLLMConnector):
+    """Its pages are where no device's memory is read."""
+
+    def device(self, where: Any) -> None:
+        return None
+
+    def write(self, segments: Any, chunks: Any, **where: Any) -> None:
+        assert not any(device_of(chunk.tensor.device).holds(chunk.tensor) for chunk in chunks)  # type: ignore[union-attr]
+
+
+def test_who_takes_chunks_in_host_memory_does_not_share_what_is_decoded_there(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, began, go = SimulatedDevice(7), Event(), Event()
+    with device.installed(), Engine.open(config_of({"type": "dict"}), SPEC, registry=registry) as engine:
+        tokens, where = stored(engine, device, 1)
+        run, segments = decoding.DeviceDecoder.decode, engine.segments(tokens)
+
+        def held_up(*given: Any) -> None:
+            began.set()
+            assert go.wait(20)
+            run(*given)
+
+        monkeypatch.setattr(decoding.DeviceDecoder, "decode", held_up)
+        memory = {"pages": where["pages"], "blocks": where["blocks"]}
+        first = engine.load(segments, **memory)
+        assert began.wait(20)
+        other = engine.load(segments, into=Host(Host.Config(geometry=GEOMETRY, staging=4096), SPEC), **memory)
+        assert other.result(20).all()
+        go.set()
+        assert first.result(20).all()
 
 
 def test_a_closed_engine_gives_the_memory_back(registry: Registry) -> None:
@@ -167,6 +235,14 @@ def test_a_memory_tier_wants_the_chunks_itself(registry: Registry) -> None:
     with device.installed(), Engine.open(config, SPEC, registry=registry) as engine:
         tokens, where = stored(engine, device, 4)
         engine._stack.memory.remove(engine._stack.memory.chunks())
+        assert load(engine, tokens, where) == [True] * 4 and not Packed.launches
+
+
+def test_a_faster_tier_wants_the_chunks_too(registry: Registry) -> None:
+    device = SimulatedDevice(1)
+    config = config_of({"type": "dict", "name": "far"}, {"type": "dict", "name": "near", "serializer": "packed"})
+    with device.installed(), Engine.open(config, SPEC, registry=registry) as engine:
+        tokens, where = stored(engine, device, 4)
         assert load(engine, tokens, where) == [True] * 4 and not Packed.launches
 
 

@@ -10,11 +10,13 @@ from itertools import count
 from kvloom.contracts.observer import Event
 from kvloom.format.envelope import ALIGN_BYTES
 from kvloom.keys import leading
+from kvloom.memory import pages_of
 from kvloom.pipeline.locate import Search
 from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
 from kvloom.tiers.memory.tier import MemoryTier
 from kvloom.tiers.request_context import RequestContext
+from kvloom.tiers.stored import decoding
 from kvloom.tiers.stored.inflight import Read, Wanted
 from kvloom.tiers.stored.tier import StoredTier
 from kvloom.tiers.tier import Layout, Loaded, Shape
@@ -89,7 +91,10 @@ class Loader:
             self.leave_time_for_pieces(context)
         search, _ = self.search(segments, context)
         first = waiting[0].segment
-        window = self.window(self.layout.nbytes(shape(first.end - first.start)))
+        nbytes = self.layout.nbytes(shape(first.end - first.start))
+        window = self.window(nbytes)
+        if context.device is not None and any(tier.serializer.decodes_on(context.device) for tier in self.stored):
+            window = max(1, min(window, decoding.MOST_BYTES // 2 // pages_of(nbytes)))
         later: deque[_Pending] = deque()
         started: deque[_Pending] = deque()
         run: list[tuple[Segment, Loaded]] = []

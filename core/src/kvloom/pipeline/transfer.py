@@ -128,7 +128,7 @@ class Transfer:
         # Reads from below need room in memory, so the leases are released first; `fetch` leases a few chunks ahead.
         context = self._context(stop, keys, record)
         context.into_memory = into_memory
-        if where is not None and self._stack.passes_through:
+        if segments and where is not None and self._stack.passes_through:  # else `where` is not checked
             context.device = connector.device(where)
         yield from self._stack.loader.fetch(segments, self._connector.shape, context, gaps=gaps, pieces=pieces)
 

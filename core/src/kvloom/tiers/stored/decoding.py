@@ -41,9 +41,6 @@ class DeviceDecoder:
         self._stream = device.stream()
         with device.on(self._stream):
             self._pool = Pool(max(MOST_BYTES, 2 * pages_of(chunk_bytes)), runtime, device=where)
-        self.largest_bytes = self._pool.largest_bytes
-        """The most that one chunk may have."""
-        self._now = runtime.now
         self._launching = runtime.lock()
         self._waiting: deque[Job] = deque()
 
@@ -51,20 +48,12 @@ class DeviceDecoder:
         """Give the memory back, once what is in it is not used any more."""
         self._pool.close()
 
-    def reserve(self, nbytes: int, *, deadline: float, until: float, on_wait: Callable[[], None] | None) -> Reservation:
-        """Memory on the device. on_wait: called before this waits, until `until`, for what is in use.
+    def reserve(self, nbytes: int, *, deadline: float) -> Reservation | None:
+        """Memory on the device, or None if all of it is in use, or there is not that much.
 
-        Raises NoRoomError if there is none.
+        Nobody waits for it: chunks that come early keep theirs until those before them have come.
         """
-        while True:
-            freed = self._pool.times_freed
-            reservation = self._pool.reserve(nbytes, deadline=deadline)
-            if reservation is not None:
-                return reservation
-            if on_wait is None or self._now() >= until:
-                raise NoRoomError(f"no room on the device for a chunk of {nbytes} bytes")
-            on_wait()
-            self._pool.wait_for_room(until, freed)
+        return self._pool.reserve(nbytes, deadline=deadline)
 
     def decode(self, jobs: Sequence[Job]) -> None:
         """Return when all are done, each with its error or none."""

@@ -61,19 +61,21 @@ class InflightRead:
     """
 
     __slots__ = (
-        "began", "blob", "call", "failed", "groups", "home", "hurried", "key", "lease", "pieces", "place", "shares",
-        "since", "starved", "wanted",
+        "began", "blob", "call", "device", "failed", "groups", "home", "hurried", "key", "lease", "pieces", "place",
+        "shares", "since", "starved", "wanted",
     )  # fmt: skip
 
     def __init__(
-        self, home: InflightReads, wanted: Wanted, since: int, *, groups: Sequence[range] = (),
+        self, home: InflightReads, wanted: Wanted, context: RequestContext, *, groups: Sequence[range] = (),
         place: LayerBuffer | None = None,
     ) -> None:  # fmt: skip
         self.home = home
         self.wanted = wanted
         self.key = wanted.key
-        self.since = since
+        self.since = context.since
         """A mark of the removals from before anything of it was read."""
+        self.device = context.device
+        """The chunk may come to be in its memory: only for those who take it there."""
         self.shares = 1
         self.call: Call[Loaded | None] | None = None
         """Reads it whole."""
@@ -151,7 +153,7 @@ class InflightReads:
             with self._lock:
                 lacking: dict[ChunkKey, list[int]] = {}
                 for number, one in enumerate(wanted):
-                    inflight = self._joinable(one.key)
+                    inflight = self._joinable(one.key, context)
                     if inflight is None or (anew and inflight.call is None):
                         lacking.setdefault(one.key, []).append(number)
                     else:
@@ -167,7 +169,7 @@ class InflightReads:
                 rest = list(lacking.values())
                 for start in range(0, len(rest), most):
                     some = rest[start : start + most]
-                    begun = [InflightRead(self, wanted[numbers[0]], context.since) for numbers in some]
+                    begun = [InflightRead(self, wanted[numbers[0]], context) for numbers in some]
                     self._begin_whole(begun, load)
                     for inflight, numbers in zip(begun, some, strict=True):
                         inflight.shares = len(numbers)
@@ -208,19 +210,21 @@ class InflightReads:
         What begins holds the reservation of `place` from then on. None too if it comes in other groups of layers.
         """
         with self._lock:
-            inflight = self._joinable(wanted.key)
+            inflight = self._joinable(wanted.key, context)
             if inflight is not None:
                 if inflight.call is None and inflight.groups != groups:
                     return None
                 inflight.shares += 1
             elif place is not None:
-                inflight = InflightRead(self, wanted, context.since, groups=groups, place=place)
+                inflight = InflightRead(self, wanted, context, groups=groups, place=place)
                 inflight.began = self._now()
                 self._open[wanted.key] = inflight
             return inflight
 
-    def _joinable(self, key: ChunkKey) -> InflightRead | None:
+    def _joinable(self, key: ChunkKey, context: RequestContext) -> InflightRead | None:
         inflight = self._open.get(key)
+        if inflight is not None and inflight.device not in (None, context.device):
+            return None
         if inflight is not None and self._invalidations.hit(key, inflight.since):
             self._forget(inflight)  # those who have it already go on
             return None

@@ -120,19 +120,25 @@ class MappedChunks:
             blobs = self._backend.map_many([(str(wanted[n].key), self._longest(wanted[n])) for n in lacking])
         except Exception:
             return found
-        mapped = [(number, blob) for number, blob in zip(lacking, blobs, strict=True) if blob is not None]
         opened: list[tuple[int, _Mapped]] = []
         try:
+            mapped = [(number, blob) for number, blob in zip(lacking, blobs, strict=True) if blob is not None]
             viewed = self._view([(blob, wanted[number]) for number, blob in mapped])
             for (number, blob), view in zip(mapped, viewed, strict=True):
                 if view is not None:
                     memory = MappedMemory(blob, self._mappings, verified=partial(self._right, blob, wanted[number]))
                     opened.append((number, _Mapped(memory, view[1], view[0], wanted[number])))
+        except BaseException:
+            opened = []
+            for present in found:
+                if present is not None:
+                    present[1].release()
+            raise
         finally:
-            kept = {number for number, _ in opened}
-            for number, blob in mapped:
-                if number not in kept:
-                    blob.close()
+            kept = {id(one.memory.blob) for _, one in opened}
+            for each in blobs:
+                if each is not None and id(each) not in kept:
+                    each.close()
         leases = lease_mapped([one.memory for _, one in opened])
         self._keep([one for _, one in opened])
         for (number, one), lease in zip(opened, leases, strict=True):

@@ -101,7 +101,7 @@ class BlobReader:
             for one in wanted
         ]  # fmt: skip
         unreported = set(range(len(wanted)))
-        encoded: dict[int, tuple[envelope.Header, Serializer]] = {}
+        encoded: dict[int, tuple[envelope.Header, Serializer, Reservation]] = {}
         decoder: DeviceDecoder | None = None
 
         def done(number: int, outcome: bool | Exception) -> None:
@@ -114,9 +114,11 @@ class BlobReader:
                     header = buffer.finish()
                     serializer = self.check(header, wanted[number].shape, wanted[number].num_tokens)
                     self._learn_length(header, wanted[number].shape)
-                    there = self._decoder_on(device, serializer, self._layout.nbytes(wanted[number].shape))
-                    if there is not None:
-                        encoded[number], decoder = (header, serializer), there
+                    nbytes = self._layout.nbytes(wanted[number].shape)
+                    there = self._decoder_on(device, serializer, nbytes)
+                    room = None if there is None else there.reserve(nbytes, deadline=self._now() + seconds)
+                    if room is not None:
+                        encoded[number], decoder = (header, serializer, room), there
                         return
                     told = header, self._decode(
                         wanted[number].key, header, buffer, serializer, reserve, since=since, chain=chain,
@@ -140,13 +142,11 @@ class BlobReader:
         try:
             if encoded:
                 assert decoder is not None
-                self._decode_there(
-                    decoder, encoded, wanted, buffers, tell, seconds=seconds, since=since, chain=chain, on_wait=on_wait,
-                    record=record,
-                )  # fmt: skip
+                self._decode_there(decoder, encoded, wanted, buffers, tell, since=since, chain=chain, record=record)
         finally:
-            for number in encoded:
+            for number, (_, _, room) in encoded.items():
                 buffers[number].abandon()
+                room.abandon()
 
     def close(self) -> None:
         """Give the memory on devices back."""
@@ -194,7 +194,7 @@ class BlobReader:
         self._lengths[shape] = header.header_bytes + header.payload_bytes if plain else 0
 
     def _decoder_on(self, where: torch.device | None, serializer: Serializer, nbytes: int) -> DeviceDecoder | None:
-        """The decoder for chunks of this size on this device; None if they are to be decoded by the processor."""
+        """The decoder on this device, with memory for chunks of this size; None if the processor is to decode."""
         if where is None or not serializer.decodes_on(where) or (device := device_of(where)) is None:
             return None
         with self._making:
@@ -205,43 +205,30 @@ class BlobReader:
                     log.warning("tier=%s the processor decodes: %s has no room: %s", self._name, where, one_line(error))
                     made = None
                 self._decoders_on[where] = made
-            decoder = self._decoders_on[where]
-        return None if decoder is None or nbytes > decoder.largest_bytes else decoder
+            return self._decoders_on[where]
 
     def _decode_there(
-        self, decoder: DeviceDecoder, encoded: Mapping[int, tuple[envelope.Header, Serializer]],
+        self, decoder: DeviceDecoder, encoded: Mapping[int, tuple[envelope.Header, Serializer, Reservation]],
         wanted: Sequence[Wanted], buffers: Sequence[_BlobBuffer], tell: Callable[[int, Outcome], None], *,
-        seconds: float, since: int, chain: Chain, on_wait: Callable[[], None] | None, record: RequestTrace,
+        since: int, chain: Chain, record: RequestTrace,
     ) -> None:  # fmt: skip
-        """Decode blobs that have arrived, by one launch, into memory of a device."""
-        jobs: dict[int, tuple[Reservation, Job]] = {}
-        began, nbytes = record.now(), 0
-        try:
-            for number, (header, serializer) in encoded.items():
-                about, now = header.description, self._now()
-                size = self._layout.nbytes(about.shape)
-                try:
-                    room = decoder.reserve(size, deadline=now + seconds, until=now + 0.8 * seconds, on_wait=on_wait)
-                except NoRoomError as error:
-                    tell(number, error)
-                    continue
-                tensor = room.tensor(about.shape, self._layout.dtype)
-                chunk = Chunk(tensor, self._layout.format, about.num_tokens, about.fidelity, about.start)
-                blob = envelope.split(header, buffers[number].view[header.header_bytes :])
-                jobs[number], nbytes = (room, Job(serializer, blob, chunk)), nbytes + size
-            decoder.decode([job for _, job in jobs.values()])
-            if jobs:
-                codec = next(iter(jobs.values()))[1].serializer.type
-                record.note("decode", self._name, began, record.now(), nbytes=nbytes, codec=codec)
-            for number, (room, job) in jobs.items():
-                header = encoded[number][0]
-                if job.error is not None:
-                    room.abandon()
-                told = job.error or (header, self._kept(wanted[number].key, header, job.into, room, since, chain))
-                tell(number, told)
-        finally:
-            for room, _ in jobs.values():
+        """Decode blobs that have arrived, by one launch, into the memory of a device that is reserved for them."""
+        jobs: dict[int, Job] = {}
+        began = record.now()
+        for number, (header, serializer, room) in encoded.items():
+            about = header.description
+            tensor = room.tensor(about.shape, self._layout.dtype)
+            chunk = Chunk(tensor, self._layout.format, about.num_tokens, about.fidelity, about.start)
+            blob = envelope.split(header, buffers[number].view[header.header_bytes :])
+            jobs[number] = Job(serializer, blob, chunk)
+        decoder.decode([*jobs.values()])
+        nbytes, codec = sum(job.into.nbytes for job in jobs.values()), next(iter(jobs.values())).serializer.type
+        record.note("decode", self._name, began, record.now(), nbytes=nbytes, codec=codec)
+        for number, job in jobs.items():
+            header, _, room = encoded[number]
+            if job.error is not None:
                 room.abandon()
+            tell(number, job.error or (header, self._kept(wanted[number].key, header, job.into, room, since, chain)))
 
     def _outline(self, shape: tuple[int, ...], num_tokens: int) -> tuple[torch.Tensor, int]:
         """Return a chunk of this shape without bytes, and the largest size of its blob's payload.
