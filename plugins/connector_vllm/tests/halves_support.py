@@ -62,7 +62,7 @@ class Pretended:
                 asynchronous=asynchronous,
                 by_layer=settings.by_layer,
                 written_first=written_first,
-            )  # fmt: skip
+            )
             for rank, (engine, (name,)) in enumerate(zip(self.engines, names, strict=True))
         ]
         self.memory = [[torch.zeros(BLOCKS, self.elements) for _ in range(LAYERS)] for _ in range(ranks)]
