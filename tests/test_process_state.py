@@ -20,6 +20,7 @@ CHANGES = re.compile(
 )
 ALLOWED = {
     "core/src/kvloom/runtime.py": "the priority of a thread alone, on Linux",
+    "core/src/kvloom/numa.py": "the processors of a thread alone, on Linux",
     "core/src/kvloom/memory/pages.py": "torch in a forked child, whose threads of OpenMP are not there",
     "plugins/tools/src/kvloom_tools/replay/sweep.py": "a verb",
     "plugins/tools/src/kvloom_tools/verbs/trace.py": "a verb; it puts the handlers back",

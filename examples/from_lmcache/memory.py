@@ -16,7 +16,7 @@ from kvloom.tiers.tier import Loaded
 
 
 def main() -> None:
-    pool = kvloom.memory.Pool(1 << 20, SystemRuntime(), device="cpu")  # every allocator; pinned where there is a GPU
+    pool = kvloom.memory.Pool(1 << 20, SystemRuntime())  # every allocator; pinned where there is a GPU
     reservation = pool.reserve(256)  # allocate
     assert isinstance(reservation, kvloom.memory.Reservation) and reservation.nbytes == 256
     reservation.view[:4] = b"KVKV"  # bytes, writable

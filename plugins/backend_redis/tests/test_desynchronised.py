@@ -69,20 +69,21 @@ def counted_connections() -> Iterator[list[Endpoint]]:
         yield made
 
 
+def have(backend: RedisBackend, config: RedisConfig) -> None:
+    """Change the timeouts of every connection."""
+    links = backend._links
+    links._config = config
+    for link in [link for idle in links._idle.values() for link in idle]:
+        link.be_patient(config.timeout)
+
+
 @contextlib.contextmanager
 def patience(backend: RedisBackend) -> Iterator[None]:
     """All the time that there is, on every connection."""
-    links = backend._links
-    hasty = links._config
-
-    def have(config: RedisConfig) -> None:
-        links._config = config
-        for link in [link for idle in links._idle.values() for link in idle]:
-            link.be_patient(config.timeout)
-
-    have(hasty.model_copy(update={"timeout": 60.0, "connect_timeout": 60.0}))
+    hasty = backend._links._config
+    have(backend, hasty.model_copy(update={"timeout": 60.0, "connect_timeout": 60.0}))
     yield
-    have(hasty)
+    have(backend, hasty)
 
 
 def patiently(backend: RedisBackend, read: Callable[[], Any]) -> Any:
@@ -104,7 +105,8 @@ def opened(scripted_server: Any) -> Iterator[tuple[Any, RedisBackend]]:
     server = scripted_server()
     server.blobs.update({b"kvloom:" + key.encode(): blob_of(key) for key in KEYS})
     url = f"redis://127.0.0.1:{server.port}"
-    backend = RedisBackend(RedisBackend.Config(url=url, timeout=TIMEOUT_SECONDS))
+    backend = RedisBackend(RedisBackend.Config(url=url, timeout=60.0))  # opening it is not what is tested
+    have(backend, backend._links._config.model_copy(update={"timeout": TIMEOUT_SECONDS}))
     yield server, backend
     backend.close()
     server.close()
@@ -410,6 +412,7 @@ def test_a_right_that_no_thread_renews_is_had_for_a_while(scripted: Any, monkeyp
     backend.close()
 
 
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")  # that is what happens
 def test_a_backend_that_nobody_closed_holds_no_right_for_good(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "RENEW_SECONDS", 0.001)
     backend = RedisBackend(RedisBackend.Config(url=f"redis://127.0.0.1:{scripted.port}"))

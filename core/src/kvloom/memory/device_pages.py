@@ -21,10 +21,10 @@ class DevicePages:
     settled = True
     pinned_bytes = 0
 
-    def __init__(self, size: int, device: torch.device | str) -> None:
+    def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
         self.slab_ends = (size,)
-        its = device_of(torch.device(device))
+        its = device_of(device)
         self.bytes = torch.empty(size, dtype=torch.uint8, device=device) if its is None else its.empty(size)
 
     @property

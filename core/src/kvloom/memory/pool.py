@@ -263,7 +263,7 @@ class Pool:
     """`capacity` bytes of memory in page-aligned pieces. Allocation is O(log n) and scans nothing."""
 
     def __init__(
-        self, capacity: int, runtime: Runtime, *, device: torch.device | str | None = None,
+        self, capacity: int, runtime: Runtime, *, device: torch.device | None = None,
         pin: Literal["auto"] | bool | Pinner = "auto", eager: bool = False, piece_bytes: int = 0,
     ) -> None:  # fmt: skip
         """device: where the memory is, which is then taken at once, and has no `view`. None: the host's.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvloom import EngineConfig, check_config, pip_install
+from kvloom import pip_install
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,6 +82,8 @@ def demo(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--size") from None
     if config is not None:
+        from kvloom import EngineConfig, check_config
+
         check_config(EngineConfig.from_file(config), imported=False)  # before a model is loaded, in another process
     model, text, kv = "" if size else _model(model), document or _heapq(), out / "kv"
     _check_own(out)
