@@ -43,7 +43,7 @@ def test_it_is_the_chain_that_hashlib_makes(
     tokens = rng.integers(-(2**31), 2**31, count).astype(dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keys, "_BATCH_TOKENS", batch)
-        for place in (keys._place_of_array(tokens), keys._place_of_tensor(torch.from_numpy(tokens))):
+        for place in (keys._memory_of_array(tokens), keys._memory_of_tensor(torch.from_numpy(tokens))):
             assert place is not None or not count
             if place is not None:
                 found = keys._native_digests(native_chain, place, BEFORE, chunk_tokens)
@@ -66,7 +66,7 @@ def test_it_is_the_chain_that_hashlib_makes(
     ],
 )
 def test_tokens_that_do_not_lie_flat_in_memory_have_no_place(tokens: Any) -> None:
-    assert keys._place_of_tensor(tokens) is None
+    assert keys._memory_of_tensor(tokens) is None
 
 
 @given(rng=tokens_of, count=st.integers(1, 600), batch=st.sampled_from([1, 1 << 18]), data=st.data())
