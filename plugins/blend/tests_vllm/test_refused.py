@@ -117,14 +117,3 @@ def test_requests_that_are_not_blended(change: dict[str, Any]) -> None:
 
     assert _can_be_blended(SimpleNamespace(**PLAIN), 64)
     assert not _can_be_blended(SimpleNamespace(**{**PLAIN, **change}), 64)
-
-
-@pytest.mark.parametrize(("params", "bounds"), [
-    (None, None), ({}, None), ({"kvloom_boundaries": [3, 1, 64]}, [1, 3, 64]), ({"kvloom_boundaries": "x"}, None),
-    ({"kvloom_boundaries": [65]}, None), ({"kvloom_boundaries": [True]}, None), ({"kvloom_boundaries": [-1]}, None),
-    (["kvloom_boundaries"], None), ({"kvloom_boundaries": [1.0]}, None),
-])  # fmt: skip
-def test_boundaries_are_what_a_client_wrote_if_it_can_be_understood(params: Any, bounds: Any) -> None:
-    from kvloom_blend.vllm.connector import _boundaries
-
-    assert _boundaries(params, 64) == bounds
