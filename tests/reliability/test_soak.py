@@ -59,7 +59,7 @@ def test_a_flush_is_over_although_others_go_on_storing(tmp_path: Path) -> None:
     ("last", "complaint"),
     [
         ((100 << 20, 20, 9), ""),
-        ((109 << 20, 20, 9), "memory grew by 9.0 MiB"),
+        ((117 << 20, 20, 9), "memory grew by 17.0 MiB"),
         ((100 << 20, 25, 9), "threads grew beyond 20"),
         ((100 << 20, 20, 14), "files grew beyond 9"),
         ((100 << 20, 20, 9, 193 << 20), "193.0 MiB are mapped"),
