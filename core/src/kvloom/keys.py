@@ -168,7 +168,7 @@ class _TokenMemory(NamedTuple):
 
 
 def _memory_of_tensor(tokens: Any) -> _TokenMemory | None:
-    """Of a flat tensor in host memory; else None. An array of it, and the address of that, take longer."""
+    """Return where a flat tensor in host memory is; None for others. To make an array of it first takes longer."""
     try:
         width = _width(tokens.dtype)
         if not width or tokens.ndim != 1 or tokens.device.type != "cpu" or not tokens.is_contiguous():

@@ -324,7 +324,7 @@ class Simulation:
                 memory[table[position // size]][position % size] = (number, one.digest(position), self.weights)
 
     def _spans(self, rank: int, move: Move) -> Iterator[tuple[ChunkKey, int, int]]:
-        """Of each chunk and piece, where it is in the values of the move's blocks."""
+        """Yield each chunk and piece, with its place in the values of the move's blocks."""
         first = move.first_block * self.groups[move.chunks.group].block_tokens
         for one in self.names[rank][move.chunks.group].segments(move.chunks):
             yield one.key, one.start - first, one.end - first

@@ -44,7 +44,7 @@ class Packed(Serializer):
     full: ClassVar[bool]
     """The device has no room for what it decodes from."""
     launches: ClassVar[list[int]]
-    """How many blobs each launch had."""
+    """The number of blobs of each launch."""
     wrong: ClassVar[type[Exception]] = CorruptBlobError
 
     def encode(self, chunk: Chunk) -> Buffers:

@@ -343,7 +343,7 @@ class Counted:
         self.where = {"pages": pages, "blocks": list(range(chunks * blocks))}
 
     def work(self, verb: str, *, fillings: int, by_layer: bool = False) -> list[tuple[int, int, int]]:
-        """Of three moves, one after another, each of which fills buffers that often."""
+        """Return the launches, copies and allocations of three moves in turn, each filling buffers that often."""
         device, counts = SimulatedDevice(1), []
         with device.installed():
             staging = ByteSize(2 * self.nbytes // fillings)
@@ -365,7 +365,7 @@ class Counted:
 @pytest.mark.parametrize("kind", [VLLMConnector, VLLMBlobConnector])
 @pytest.mark.parametrize("staging", [2, 2048])
 def test_by_layer_the_same_is_written(kind: type[VLLMConnector], staging: int) -> None:
-    """Of chunks of several sizes, with blocks that are left out."""
+    """Chunks have several sizes, and blocks are left out."""
     one = kind(VLLMConfig(geometry=geometry(SPEC), staging=ByteSize(staging)), SPEC)
     memory = (PagedMemory if kind is VLLMConnector else KnownMemory)(SPEC, 24)
     order = {name: what for name, what in memory.where.items() if name == "order"}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from conftest import BLOCK, Run, faulty, memory, tokens
 from test_prefixes import same
-from test_windows import AROUND, generate
+from test_windows import AROUND, generate, while_blocks_are_few
 
 LIMITS: dict[str, dict[str, Any]] = {
     # vLLM's kernels for processors take one of them only with 16 bits, and the other not with checkpoints in a step.
@@ -93,23 +93,9 @@ def test_a_request_whose_state_does_not_come_begins_anew(convolutions: Run, tmp_
 
 
 def test_requests_that_come_and_go_while_blocks_are_few(of_kind: Callable[[str], Run], tmp_path: Path) -> None:
-    """Preempted, aborted and cut off from a slow store: no wrong token, and no block is lost."""
-    engine, limits = of_kind("mamba2"), LIMITS["mamba2"]
-    many = [tokens(1, 400) + tokens(10 + number, 60) for number in range(6)]
-    asked = generate(many, max_tokens=80, together=True)
-    (expected,) = engine(asked, connector=False, **limits)
-    little = {"num_gpu_blocks_override": 20, "max_model_len": 768, **limits}
-    slow = [memory("8MiB"), faulty(tmp_path, {"put": {"delay": 0.05}, "get": {"delay": 0.05}})]
-    config = {"save_decode_cache": True, "chunk_tokens": 2 * BLOCK}
-    first, _, _, aborted, second, usage, metrics = engine(
-        asked, {"settle": {}}, {"forget": {}}, {"abort_while_loading": {"prompt": many[2]}}, asked, {"usage": {}},
-        {"metrics": {}}, tiers=slow, config=config, **little,
-    )  # fmt: skip
-    for found in (first, second):
-        assert [one["tokens"] for one in found] == [one["tokens"] for one in expected]
-        assert {one["reason"] for one in found} == {"length"}
-    assert metrics["vllm:num_preemptions"] > 0 and metrics["vllm:external_prefix_cache_hits"] > 0, "or it tests nothing"
-    assert aborted["left"] == 0 and usage == 0
+    while_blocks_are_few(
+        of_kind("mamba2"), tmp_path, {"num_gpu_blocks_override": 20}, max_tokens=80, **LIMITS["mamba2"]
+    )
 
 
 def test_ranks_keep_their_parts(convolutions: Run) -> None:

@@ -84,12 +84,17 @@ def test_a_request_whose_kv_does_not_come_begins_anew(engine: Run, tmp_path: Pat
 def test_requests_that_come_and_go_while_blocks_are_few(
     request: pytest.FixtureRequest, tmp_path: Path, model: str, blocks: int
 ) -> None:
-    """Preempted, aborted and cut off from a slow store: no wrong token, and no block is lost."""
     engine = request.getfixturevalue(model)
+    few = {"num_gpu_blocks_override": blocks, "max_num_batched_tokens": 256}
+    while_blocks_are_few(engine, tmp_path, few, max_tokens=200)
+
+
+def while_blocks_are_few(engine: Run, tmp_path: Path, few: dict[str, int], *, max_tokens: int, **limits: Any) -> None:
+    """Preempted, aborted and cut off from a slow store: no wrong token, and no block is lost."""
     many = [tokens(1, 400) + tokens(10 + number, 60) for number in range(6)]
-    asked = generate(many, max_tokens=200, together=True)
-    (expected,) = engine(asked, connector=False)
-    little = {"num_gpu_blocks_override": blocks, "max_model_len": 768, "max_num_batched_tokens": 256}
+    asked = generate(many, max_tokens=max_tokens, together=True)
+    little = {"max_model_len": 768, **few, **limits}
+    (expected,) = engine(asked, connector=False, **limits)
     slow = [memory("8MiB"), faulty(tmp_path, {"put": {"delay": 0.05}, "get": {"delay": 0.05}})]
     config = {"save_decode_cache": True, "chunk_tokens": 2 * BLOCK}
     first, _, _, aborted, second, usage, metrics = engine(

@@ -374,7 +374,7 @@ def test_streams_are_queued_by_the_device_and_damage_is_found(
 ) -> None:
     """The same values, whatever the order of what is queued, and nothing but streams and a table over the bus."""
     if on == "cuda":
-        pytest.skip("the simulated device is one of the host's memory")
+        pytest.skip("a simulated device has host memory, which kernels of a GPU cannot read")
     one = CacheGenSerializer(CacheGenSerializer.Config.model_validate(settings))
     kvs = [kv_of((2, 2, 9, 40), torch.bfloat16, number) for number in range(3)]
     blobs = [[bytes(part) for part in one.encode(replace(chunk_of(kv), start=0))] for kv in kvs]

@@ -47,7 +47,7 @@ class _Transfer:
         self.task: Task | None = None
         """None if it has not begun. Once it is over: if it never did."""
         self.layers: LayerEvents | None = None
-        """Of a load during which the step computes."""
+        """Set for a load during which the step computes."""
         self.over = Event()
         self.cancelled = False
         self.failed = False

@@ -85,7 +85,7 @@ class ZmqEventsObserver(Observer):
         self.unnamed = 0
         """Chunks that entered a tier and were not published, because their tokens are unknown."""
         self._missed = 0
-        """Of the publisher's, those that were counted."""
+        """The part of the publisher's that was counted."""
         self.publisher: Publisher | None = None
         if spec is None or spec.rank == 0:
             self.publisher = acquire(

@@ -5,7 +5,7 @@ It is written from vLLM's documentation and base class, as `vllm_connector` is, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -138,6 +138,3 @@ class GroupsConnector(DirectoryConnector, SupportsHMA):
             for name, block in zip(save.names, save.blocks, strict=True):
                 self.caches = self.of_group(name)
                 self.write(name, b"".join(self.pages(block)))
-
-    def targets(self, blocks: Sequence[int], begin: int, end: int) -> Sequence[int]:
-        raise NotImplementedError("blocks are numbered by group")

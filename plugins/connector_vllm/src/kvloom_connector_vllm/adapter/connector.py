@@ -88,7 +88,7 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._config = settings.engine
         self._adapters = identities.Adapters()
         self._layer_numbers = {name: number for number, name in enumerate(self._identities[0].layer_names)}
-        """Of the only group, where loads are by layers."""
+        """Numbers of the layers of the only group, for loads by layer."""
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         self._stats_due = 0.0

@@ -8,7 +8,7 @@ from kvloom.device import Device, StreamEvent
 
 
 class LayerEvents:
-    """Of each layer of one load, the event after which it is in the engine's pages.
+    """The events of one load, one for each layer, after which the layer is in the engine's pages.
 
     It belongs to one call of `VLLMConnector.write`, which queues the layers in order. If chunks come in several calls,
     as from a store, no layer is there before the load has ended.
