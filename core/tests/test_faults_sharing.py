@@ -136,7 +136,10 @@ def test_a_late_write_does_not_bring_back_what_was_cleared(
     assert engine.flush(20) and not shelf.blobs and engine.lookup(TOKENS).tokens == 0
 
 
-def test_a_late_write_that_cannot_be_taken_back_counts_and_is_not_served(open_engine: Open, hang: Hang) -> None:
+def test_a_late_write_that_cannot_be_taken_back_counts_and_is_not_served(
+    open_engine: Open, hang: Hang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvloom.tiers.stored.maintenance.ROUND_SECONDS", 0.05)
     engine = open_engine(MEMORY, SHELF)
     shelf, tier = Shelf.shelves["default"], engine.tiers["shelf"]
     blobs = [segment.key for segment in engine.segments(TOKENS[:4])]
@@ -150,16 +153,26 @@ def test_a_late_write_that_cannot_be_taken_back_counts_and_is_not_served(open_en
         if verb == "delete":
             raise OSError(30, "Read-only file system")
 
+    def served() -> bool:
+        found = engine.lookup(TOKENS[:4]).tokens
+        return bool(found or engine.retrieve(TOKENS[:4], kv=torch.zeros_like(KV)).any())
+
     shelf.before = trouble
     engine.store(TOKENS[:4], kv=KV)
     hang.reached()
     engine.remove(TOKENS[:4])
     hang.open()
-    assert eventually(lambda: shelf.blobs and not tier.abandoned_calls and tier.ledger.known(blobs) != [None])
-    assert engine.flush(20) and list(shelf.blobs) == [str(key) for key in blobs]
-    assert engine.lookup(TOKENS[:4]).tokens == 0 and not engine.retrieve(TOKENS[:4], kv=torch.zeros_like(KV)).any()
+    assert eventually(lambda: shelf.blobs and not tier.abandoned_calls and tier.maintenance.owed)
+    assert engine.flush(20) and list(shelf.blobs) == [str(key) for key in blobs] and not served()
     assert eventually(lambda: tier.ledger.bytes == 8192), "not while a round of upkeep tries to delete it"
-    assert [victim.key for victim in tier.ledger.release(1)] == blobs
+    deleting = Gate()
+    shelf.before = lambda verb, key: (deleting(verb, key), fail(verb, key)) if verb == "delete" else None
+    deleting.reached()
+    assert not served(), "a round of upkeep tries to delete it"
+    deleting.open()
+    assert eventually(lambda: tier.ledger.known(blobs) != [None]) and not served()
+    engine.store(TOKENS[:4], kv=KV)  # it was removed, not forbidden
+    assert engine.flush(20) and served() and not tier.maintenance.owed
 
 
 def test_what_a_late_write_left_is_not_served_while_it_is_taken_back(open_engine: Open, hang: Hang) -> None:

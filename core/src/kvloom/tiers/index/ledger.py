@@ -229,10 +229,11 @@ class Ledger:
                 self._held.went(victim.key.digest)
 
     def kept(self, victims: Iterable[Victim]) -> None:
-        """Victims could not be deleted: they count again."""
+        """Victims could not be deleted: they count again. What was removed is still not to be read."""
         for victim in victims:
             self.deleted([victim])
-            self.note(victim.key, Fidelity.UNKNOWN, nbytes=victim.bytes)
+            fidelity = Fidelity.UNREADABLE if victim.reason == "removed" else Fidelity.UNKNOWN
+            self.note(victim.key, fidelity, nbytes=victim.bytes)
 
     def excess(self, key: ChunkKey, chain: Chain = NO_CHAIN) -> list[Victim]:
         """Return the victims to delete now that `key` is written: until then it could not be one itself.

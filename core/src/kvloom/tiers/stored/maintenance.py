@@ -178,13 +178,18 @@ class Maintenance:
         except RuntimeError as error:  # the machine has no more threads; the next one asks again
             self._calls.report("upkeep", error)
 
+    @property
+    def owed(self) -> tuple[ChunkKey, ...]:
+        """Removed chunks whose blobs are still to be deleted: they are not there for anybody."""
+        return tuple(self._owed)
+
     def owes_no_more(self, key: ChunkKey) -> None:
         """It is gone, or was written again and not removed since."""
         if self._owed:
             self._owed.pop(key, None)
 
     def _pay(self) -> None:
-        owed = tuple(self._owed)
+        owed = self.owed
         try:
             self.delete(self._ledger.withdraw(owed))
         except Exception as error:

@@ -131,7 +131,7 @@ class StoredTier(Tier):
             backend, self.ledger, self.calls, lossless=self.serializer.lossless, exact_only=policy.exact_only,
             expired=reader.expired, ttl=policy.ttl is not None, protection=policy.protection,
             remembered=ExistenceCache(policy.remember or 0.0, runtime.now),
-            doomed=self._inflight_writes.doomed, sized=policy.bounded,
+            doomed=lambda: self._inflight_writes.doomed().union(self.maintenance.owed), sized=policy.bounded,
         )  # fmt: skip
         self.calls.on_doubt = self._existence.doubt
         self.loads = Loads(
