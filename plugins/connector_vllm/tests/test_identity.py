@@ -12,7 +12,7 @@ import pytest
 import torch
 from vllm_fakes import BLOCK, SlidingWindowSpec, kv_cache_config, layer_spec, state_spec, vllm_config
 
-from kvloom import ChunkKey, ConfigError, EngineConfig, MemoryFormat
+from kvloom import ChunkKey, ConfigError, Engine, EngineConfig, MemoryFormat
 from kvloom_connector_vllm import weights
 from kvloom_connector_vllm.configured import Settings, has_shared_tier
 from kvloom_connector_vllm.identity import Adapters, identify, identify_groups
@@ -327,6 +327,18 @@ def test_models_that_are_not_done_are_refused(model: Path) -> None:
 def settings(extra: Any, model: Path, ranks: int = 1) -> EngineConfig:
     one = identify(vllm_config(str(model)), kv_cache_config(), rank=0, about={})
     return Settings.read(extra, ranks=ranks).opened(one.geometry)
+
+
+def test_a_rank_that_does_not_store_only_reads_what_processes_share(model: Path, tmp_path: Path) -> None:
+    disk = {"type": "disk", "path": str(tmp_path), "capacity": "1GiB", "policy": "tiny_lfu", "ttl": "7d"}
+    read = Settings.read({"config": {"tiers": [MEMORY, disk, "dict"]}}, ranks=2)
+    one = identify(vllm_config(str(model)), kv_cache_config(), rank=0, about={})
+    both, second = read.opened(one.geometry), read.opened(one.geometry, stores=False)
+    assert second.tiers[::2] == both.tiers[::2], "of memory and of its own store"
+    before, after = (config.tiers[1].model_dump() for config in (both, second))
+    changed = {"write": "never", "policy": "lru", "capacity": None}
+    assert after == {**before, **changed} != before
+    Engine.open(second, one.spec).close()
 
 
 @pytest.mark.parametrize(("extra", "said"), [

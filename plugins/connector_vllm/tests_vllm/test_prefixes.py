@@ -190,7 +190,8 @@ def test_latent_kv_is_kept_once_for_all_ranks(of_kind: Callable[[str], Run], tmp
     blobs = [path for path in (tmp_path / "kv").rglob("[0-9]*-*") if path.is_file()]
     assert len({path.parts[-4] for path in blobs}) == 1, "one fingerprint for both ranks"
     (found,) = latent(asked, **settings)
-    assert [one["cached"] for one in found] == FOUND
+    # Not FOUND: the size of latents' blocks depends on the processor.
+    assert [one["cached"] for one in found] == [one["cached"] for one in control] >= FOUND
     same(found, control)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
@@ -66,11 +66,19 @@ class Settings:
         """Pages are kept as they are."""
         return self.connector.format is MemoryFormat.KV_PAGES
 
-    def opened(self, geometry: Geometry) -> EngineConfig:
-        """The configuration of an engine whose pages look like that. ConfigError if its chunks are no whole blocks."""
+    def opened(self, geometry: Geometry, *, stores: bool = True) -> EngineConfig:
+        """The configuration of an engine whose pages look like that. ConfigError if its chunks are no whole blocks.
+
+        stores: False if another rank stores the same KV; tiers that processes share are only read then.
+        """
         self._whole(geometry.block_tokens)
         block = type(self.engine.connector)(type=self.connector.type, geometry=geometry.model_dump())
-        return self.engine.model_copy(update={"connector": block})
+        tiers = self.engine.tiers
+        if not stores:
+            only_read = {"write": "never", "policy": "lru", "capacity": None, "quota": None}
+            is_shared = _shared(self.engine)
+            tiers = tuple(tier.model_copy(update=only_read) if is_shared(tier) else tier for tier in tiers)
+        return self.engine.model_copy(update={"connector": block, "tiers": tiers})
 
     def groups(self, identities: Sequence[Identity]) -> tuple[Group, ...]:
         """The groups of layers, in the same order. ConfigError if chunks are no whole blocks of each, or for a
@@ -121,5 +129,10 @@ def check_offloading(extra: Mapping[str, Any]) -> None:
 
 def has_shared_tier(config: EngineConfig) -> bool:
     """Return whether a process that holds no KV itself can ask a tier about its content."""
+    return any(map(_shared(config), config.tiers))
+
+
+def _shared(config: EngineConfig) -> Callable[[Any], bool]:
+    """Return the predicate that says of a tier's block whether processes share the tier."""
     registry = Registry.discover(only=config.plugins.only, block=config.plugins.block)
-    return any(block.type != "memory" and registry.get("backend", block.type).shared for block in config.tiers)
+    return lambda tier: tier.type != "memory" and registry.get("backend", tier.type).shared

@@ -122,10 +122,12 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _open_worker(self) -> Worker:
         largest = max(self._identities, key=lambda one: one.geometry.layers * one.geometry.page_elements)
-        first = Engine.open(self._settings.opened(largest.geometry), largest.spec)
+        # One rank keeps on a tier that all share what all ranks compute alike.
+        stores = self._rank == 0 or not all(one.spec.replicated for one in self._identities)
+        opened = partial(self._settings.opened, stores=stores)
+        first = Engine.open(opened(largest.geometry), largest.spec)
         engines = [
-            first if one is largest else first.sibling(one.spec, self._settings.opened(one.geometry))
-            for one in self._identities
+            first if one is largest else first.sibling(one.spec, opened(one.geometry)) for one in self._identities
         ]
         for engine, group in zip(engines, self._groups, strict=True):
             log.info(
