@@ -116,6 +116,6 @@ def test_a_delete_that_is_owed_is_not_lost_for_want_of_a_thread(
     with monkeypatch.context() as full:
         full.setattr(SystemRuntime, "spawn", none_left)
         upkeep.owes(segment.key)
-        assert upkeep._thread is None and segment.key in upkeep._owed
+        assert upkeep._thread is None and segment.key in upkeep.owed
     upkeep.owes(segment.key)
     assert upkeep._thread is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
@@ -68,7 +67,8 @@ class Maintenance:
         self._list_at = 0.0
         self._alive_at = runtime.now()
         self._closed = False
-        self._owed: OrderedDict[ChunkKey, None] = OrderedDict()
+        self.owed: dict[ChunkKey, None] = {}
+        """Removed chunks whose blobs are still to be deleted, in order: they are not there for anybody."""
         self._keeps_time = False
         self._thread: Thread | None = None
         self._record_at = 0.0
@@ -170,26 +170,20 @@ class Maintenance:
 
     def owes(self, key: ChunkKey) -> None:
         """A blob was removed while it was being written, and could not be deleted afterwards: it is tried again."""
-        self._owed[key] = None
-        if len(self._owed) > _MOST_OWED:
-            self._owed.popitem(last=False)
+        self.owed[key] = None
+        if len(self.owed) > _MOST_OWED:
+            self.owed.pop(next(iter(self.owed)), None)
         try:
             self._keep_on()
         except RuntimeError as error:  # the machine has no more threads; the next one asks again
             self._calls.report("upkeep", error)
 
-    @property
-    def owed(self) -> tuple[ChunkKey, ...]:
-        """Removed chunks whose blobs are still to be deleted: they are not there for anybody."""
-        return tuple(self._owed)
-
     def owes_no_more(self, key: ChunkKey) -> None:
         """It is gone, or was written again and not removed since."""
-        if self._owed:
-            self._owed.pop(key, None)
+        self.owed.pop(key, None)
 
     def _pay(self) -> None:
-        owed = self.owed
+        owed = tuple(self.owed)
         try:
             self.delete(self._ledger.withdraw(owed))
         except Exception as error:
@@ -293,7 +287,7 @@ class Maintenance:
             else:
                 self._ledger.deleted(victims)
         self._on_round()
-        if self._owed:
+        if self.owed:
             self._pay()
         self._calls.try_writing()
         used = self._ledger.unsaid(TELL_SECONDS, 1024)
