@@ -18,6 +18,7 @@ from core_support import CHUNK, SPEC, Gate, Shelf, kv_of, tokens_of
 
 from kvloom import Engine, interrupts
 from kvloom.builtin.plain import PlainConnector
+from kvloom.pipeline.task import Task
 from kvloom.runtime import SystemRuntime
 
 CONFIG = {"chunk_tokens": CHUNK, "connector": "plain", "tiers": ["memory", {"type": "dict"}]}
@@ -179,6 +180,20 @@ def test_interrupted_at_every_call_and_return(do: Do, stored: bool) -> None:
 def test_interrupted_at_every_bytecode(do: Do, stored: bool) -> None:
     signal.alarm(10 * HANGS)
     assert interrupt_everywhere(do, stored, "opcode") > 100
+
+
+def test_asking_to_be_told_interrupted_at_every_call_and_return() -> None:
+    going, number = True, 0
+    while going:
+        number += 1
+        task = Task(SystemRuntime())
+        do: Do = lambda *_, task=task: task.when_done(lambda: None)  # type: ignore[misc]  # noqa: E731
+        going = interrupted_at(number, ("call", "return"), do, None, KV)  # type: ignore[arg-type]
+        ending = threading.Thread(target=task.fail, args=(ValueError(),), daemon=True)
+        ending.start()
+        ending.join(10)
+        assert task.done
+    assert number > 5
 
 
 @pytest.mark.parametrize("verb", ["open", "close"])

@@ -298,3 +298,37 @@ def test_ctrl_c_is_no_failure(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         said, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and "observer stuck: interrupted" in errors and "FAIL" not in said
+
+
+def test_of_what_it_printed_the_end_is_read() -> None:
+    asked = check._Asked(["O01"], seconds=1.0, repeat=1, thorough=False)
+    session = check._Session(Subject("observer", "kit_counting", CountingObserver), asked)
+    session._said.truncate(1 << 40)
+    session._said.seek(0, os.SEEK_END)
+    session._said.write(b"last words")
+    assert session._last_words().endswith("last words")
+    session.stop()
+
+
+class FailsAtLength(CountingObserver):
+    def on_event(self, event: Event) -> None:
+        raise RuntimeError("\x1b[2J" + "x" * 1_000_000)
+
+
+def test_long_reasons_are_cut_and_do_nothing_to_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    subject = Subject("observer", "fails_at_length", FailsAtLength)
+    rows = check.check(subject, only=["O02"])
+    assert rows[0].reason.startswith("RuntimeError: \x1b") and len(rows[0].reason) < 5000
+    report._explain(subject, rows, rows)
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_a_result_that_was_cut_off_is_the_end_of_the_process() -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b'{"begins": "O01"}\n{"id": "O0')
+    os.close(writing)
+    asked = check._Asked(["O01"], seconds=1.0, repeat=1, thorough=False)
+    session = check._Session(Subject("observer", "kit_counting", CountingObserver), asked)
+    rows = list(session._follow(reading))
+    session.stop()
+    assert [row[:2] for row in rows] == [("O01", "not met")] and "the process ended" in rows[0][2]

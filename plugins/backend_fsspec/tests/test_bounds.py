@@ -243,3 +243,35 @@ def test_a_bucket_whose_listing_goes_on_for_ever_is_given_up(monkeypatch: pytest
         asked.clear()
         time.sleep(0.2)
         assert len(asked) < 2, "it is asked on"
+
+
+@pytest.mark.parametrize("status", [200, 301])
+def test_a_directory_in_the_place_of_a_blob_is_not_there(status: int) -> None:
+    """WebDAV says no length of one; servers send a page about it, or to where it ends in a slash."""
+    pytest.importorskip("webdav4")
+    collection = _PROPERTIES.replace(b"<D:getcontentlength>1000</D:getcontentlength><D:resourcetype/>",
+                                     b"<D:resourcetype><D:collection/></D:resourcetype>")  # fmt: skip
+
+    class Server(BaseHTTPRequestHandler):
+        def do_PROPFIND(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"] or 0))
+            self.answer(207, collection)
+
+        def do_GET(self) -> None:
+            self.answer(status, b"<html>an index</html>")
+
+        def answer(self, status: int, body: bytes) -> None:
+            self.send_response(status)
+            if status == 301:
+                self.send_header("Location", f"{self.path}/")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with serving(Server) as port:
+        backend = FsspecBackend(FsspecBackend.Config(url=f"webdav://127.0.0.1:{port}/kv", allow_http=True, retries=0))
+        assert not backend.contains("a") and backend.get("a") is None and get_at_most(backend, "a", 1000) is None
+        assert not backend.get_range("a", 0, memoryview(bytearray(1)))
+        backend.close()

@@ -161,6 +161,17 @@ def test_who_cannot_renew_loses_it(shelf: Shelf, clock: Clock) -> None:
     assert not one.take(RIGHT)
 
 
+@pytest.mark.parametrize("number", ["999999999999", "100000000000"])
+def test_a_number_that_no_process_comes_to_is_nobodys(shelf: Shelf, clock: Clock, number: str) -> None:
+    """Behind the last one there was no place: whoever took it next was not seen by others."""
+    shelf.put(f"kv/=hold/{RIGHT}/{number}", b"free")
+    one, other = leases(shelf), leases(shelf)
+    assert one.take(RIGHT) and not other.take(RIGHT)
+    one.release()
+    assert other.take(RIGHT) and not one.take(RIGHT)
+    other.release()
+
+
 def test_a_right_leaves_one_object(shelf: Shelf, clock: Clock) -> None:
     for _ in range(5):
         one = leases(shelf)

@@ -16,7 +16,7 @@ import pytest
 
 from kvloom import BackendError, IncompleteListingError
 from kvloom_backend_fsspec.backend import FsspecBackend
-from kvloom_backend_fsspec.stores import fsspec_store
+from kvloom_backend_fsspec.stores import base, fsspec_store
 
 
 class ServerError(Exception):
@@ -213,7 +213,7 @@ def test_a_listing_of_a_server_that_follows_links_in_a_circle_ends(
         ]
 
     monkeypatch.setattr(fs, "ls", following)
-    monkeypatch.setattr(fsspec_store, "MOST_DIRECTORIES", 100)
+    monkeypatch.setattr(base, "MOST_DIRECTORIES", 100)
     found: list[Any] = []
     with pytest.raises(IncompleteListingError, match="behind 100 directories: a link loop"):
         found.extend(backend.scan())

@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from kvloom_backend_fsspec.backend import FsspecBackend
+from kvloom_backend_fsspec.errors import explained
 
 
 def test_times_have_units() -> None:
@@ -22,3 +23,17 @@ def test_a_bucket_that_s3_cannot_have(bucket: str) -> None:
 def test_a_scheme_that_nothing_serves() -> None:
     with pytest.raises(ValueError, match="nothing serves nope://"):
         FsspecBackend(FsspecBackend.Config(url="nope://host/kv"))
+
+
+@pytest.mark.parametrize(
+    ("text", "s3", "webdav"),
+    [
+        ("301 Moved Permanently, Redirect response", "set `options: {region: ...}`", "where it redirects to"),
+        ("[SSL: CERTIFICATE_VERIFY_FAILED]", "{root_certificate: ca.pem}", "{verify: ca.pem}"),
+        ("[SSL: WRONG_VERSION_NUMBER]", "is `endpoint` right?", "set `allow_http: true`"),
+        ("Connection refused", "is it up", "is it up"),
+    ],
+)
+def test_a_remedy_is_one_of_the_scheme(text: str, s3: str, webdav: str) -> None:
+    for url, remedy in (("s3://bucket/kv", s3), ("webdav://host/kv", webdav)):
+        assert remedy in explained(OSError(text), FsspecBackend.Config(url=url).place)

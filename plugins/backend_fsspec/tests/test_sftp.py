@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from kvloom import BackendError, IncompleteListingError
+from kvloom import BackendError, CorruptBlobError, IncompleteListingError
 from kvloom_backend_fsspec import pace
 from kvloom_backend_fsspec.backend import FsspecBackend
+from kvloom_backend_fsspec.names import Names
 from kvloom_backend_fsspec.pace import Pace, PacedChannel
-from kvloom_backend_fsspec.stores import sftp_connections, sftp_store
+from kvloom_backend_fsspec.stores import base, sftp_connections, sftp_store
 from kvloom_backend_fsspec.stores.base import Memory
+from kvloom_backend_fsspec.unread import Unread
 
 pytest.importorskip("paramiko")
 
@@ -179,7 +181,7 @@ def test_a_directory_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch)
         list(it.scan())
     it = backend(monkeypatch, {f"/kv/{number}": DIRECTORY for number in range(11)})
     monkeypatch.setattr(sftp_store, "_MOST_ENTRIES", 100)
-    monkeypatch.setattr(sftp_store, "MOST_DIRECTORIES", 10)
+    monkeypatch.setattr(base, "MOST_DIRECTORIES", 10)
     with pytest.raises(IncompleteListingError, match="behind 10 directories"):
         list(it.scan())
 
@@ -193,10 +195,75 @@ def test_names_that_can_be_no_blobs_end_no_listing(monkeypatch: pytest.MonkeyPat
     for text in (b"a=kv", b"\xff", b"x" * 1000):
         answer.add_string(text)
     answer.rewind()
-    _, message = sftp_connections._lenient(lambda *_: (104, answer))
+    _, message = sftp_connections._careful(lambda *_: (104, answer))
     names = [message.get_text() for _ in range(3)]
     assert isinstance(message, paramiko.Message) and names[:2] == ["a=kv", "\ufffd"]
     it = backend(monkeypatch, {f"/kv/{name}": FILE for name in names})
     assert [entry.key for entry in it.scan()] == ["a"]
     server = it._store()._connections._connect().sftp
     assert [entry.name for entry in sftp_store._entries(server, "/kv")] == names[:2]
+
+
+def test_an_answer_that_announces_more_than_it_holds_is_refused() -> None:
+    """paramiko goes on with zeros: four billion extensions of a file take most of an hour."""
+    from paramiko.message import Message
+    from paramiko.sftp_attr import SFTPAttributes
+
+    answer = Message()
+    for number in (SFTPAttributes.FLAG_EXTENDED, 1 << 20):
+        answer.add_int(number)
+    answer.rewind()
+    _, message = sftp_connections._careful(lambda *_: (105, answer))
+    with pytest.raises(OSError, match="shorter than it says"):
+        SFTPAttributes._from_msg(message)
+
+
+def test_an_error_in_another_encoding_is_what_its_number_says() -> None:
+    import paramiko
+    from paramiko.message import Message
+
+    answer = Message()
+    answer.add_int(paramiko.sftp.SFTP_NO_SUCH_FILE)
+    answer.add_string(b"n'est pas l\xe0")
+    answer.rewind()
+    client = object.__new__(paramiko.SFTPClient)
+    with pytest.raises(FileNotFoundError):
+        sftp_connections._lenient_status(client._convert_status, answer)
+
+
+def test_directories_that_wait_to_be_listed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One directory may show a million, and so may each of them."""
+    monkeypatch.setattr(base, "MOST_DIRECTORIES", 20)
+    unread = Unread(Names("kv"))
+    directories, most = base.Directories("kv", unread), 0
+    for inside in directories:
+        for number in range(100):
+            directories.add(f"{inside}/{number}")
+        most = max(most, len(directories))
+    assert most == 20
+    with pytest.raises(IncompleteListingError, match="behind 20 directories"):
+        unread.end()
+
+
+def test_what_lies_in_the_way_of_a_blob_is_no_failure_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Strict(Server):
+        def posix_rename(self, draft: str, path: str) -> None:
+            if self.tree.get(path.rpartition("/")[0]) != DIRECTORY:
+                raise FileNotFoundError(errno.ENOENT, path)
+            if self.tree.get(path) == DIRECTORY:
+                raise OSError("Failure")
+            super().posix_rename(draft, path)
+
+        rename = posix_rename
+
+    it = backend(monkeypatch, {})
+    server = Strict({"/kv": DIRECTORY, "/kv/a=kv": DIRECTORY, "/kv/b": FILE})
+    connection = SimpleNamespace(sftp=server, begin=lambda: None, close=lambda: None)
+    monkeypatch.setattr(it._store()._connections, "_connect", lambda: connection)  # type: ignore[attr-defined]
+    for key, what in (("a", "a directory lies in the place of a blob"), ("b/c", "a file lies in the place of a dir")):
+        with pytest.raises(CorruptBlobError, match=what):
+            it.put(key, [b"blob"])
+        with pytest.raises(CorruptBlobError, match=what):
+            it._store().create(f"kv/{key}=kv", b"blob")
+    it.put("d/e", [b"blob"])
+    assert sorted(server.tree) == ["/kv", "/kv/=tmp", "/kv/a=kv", "/kv/b", "/kv/d", "/kv/d/e=kv"]

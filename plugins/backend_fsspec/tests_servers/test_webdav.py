@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvloom import StorageBackend
+from kvloom import CorruptBlobError, StorageBackend
 from kvloom_backend_fsspec.backend import FsspecBackend
 from kvloom_backend_fsspec.testing import WebDavServer
 from kvloom_testkit import BackendConformance
@@ -46,4 +46,20 @@ def test_requests_whose_answers_were_lost_are_asked_again(webdav: WebDavServer) 
     backend.delete("key")
     assert backend.get("key") is None
     assert lost == {"PUT", "MKCOL", "MOVE", "PROPFIND", "GET", "DELETE"}
+    backend.close()
+
+
+def test_what_lies_in_the_way_of_a_blob_is_no_failure_of_the_store(webdav: WebDavServer) -> None:
+    folder = uuid.uuid4().hex
+    backend = FsspecBackend(FsspecBackend.Config(url=f"webdav://127.0.0.1:{webdav.port}/{folder}", allow_http=True))
+    backend.put("key", [b"value"])
+    root = webdav.directory / "root" / folder
+    (root / "a=kv").mkdir()
+    (root / "b").write_text("a file")
+    assert not backend.contains("a") and backend.get("a") is None
+    assert not backend.get_range("a", 0, memoryview(bytearray(1)))
+    with pytest.raises(CorruptBlobError, match="a file lies in the place of a directory"):
+        backend.put("b/c", [b"value"])
+    backend.put("a", [b"value"])
+    assert backend.get("a") == b"value"
     backend.close()

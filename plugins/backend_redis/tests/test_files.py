@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from kvloom import ConfigError
+from kvloom_backend_redis import testing
 from kvloom_backend_redis.backend import RedisBackend
 
 
@@ -38,3 +40,14 @@ def test_what_is_no_file_of_tls_is_neither_read_nor_waited_for(tmp_path: Path, n
         with pytest.raises(ConfigError, match=f"cannot read {path}: it is not a file, or has more") as caught:
             RedisBackend(config)
         assert caught.value.path == name
+
+
+@pytest.mark.parametrize("server", [testing.RedisServer, testing.RedisCluster])
+def test_a_server_that_does_not_start_leaves_no_directory(
+    server: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(testing, "binary", lambda name: str(tmp_path / "nothing"))
+    with pytest.raises(FileNotFoundError), server():
+        pass
+    assert not [*tmp_path.iterdir()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -163,6 +164,20 @@ def test_without_matplotlib_there_are_lines(
     said = capsys.readouterr().out
     assert "█▅▁" in said and "pip install matplotlib" in said and "\nchart:" not in said
     assert not (tmp_path / "blend.png").exists()
+
+
+@pytest.mark.parametrize("what", ["fifo", "hole", "link"])
+def test_special_files_are_neither_waited_for_nor_read(tmp_path: Path, what: str) -> None:
+    place = tmp_path / "blend.yaml"
+    if what == "fifo":
+        os.mkfifo(place)
+    elif what == "link":
+        place.symlink_to("nothing")
+    else:
+        place.write_text(measure._FIRST_LINE)
+        os.truncate(place, 1 << 43)
+    with pytest.raises(ValueError, match="is not from a demo"):
+        measure.check_own(tmp_path)
 
 
 def test_a_configuration_that_no_demo_made_is_not_written_over(tmp_path: Path, measured: tuple[object, Path]) -> None:

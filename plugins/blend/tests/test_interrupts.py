@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from blend_models import config, joined, model, text, whole
+from torch.utils.hooks import RemovableHandle
 
 from kvloom_blend import blended
 from kvloom_blend.runner.attention import set_for
@@ -43,3 +45,19 @@ def test_attention_that_is_left_behind_is_undone(mine: Any) -> None:
         with set_for(mine.config):
             assert torch.equal(whole(mine, PROMPT), before)
         assert mine.config._attn_implementation == own
+
+
+def test_a_hook_that_is_left_behind_holds_nothing_of_its_pass(mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pass:
+        def before_layer(self, *_: Any) -> Any:
+            raise AssertionError("nobody calls it any more")
+
+    with blended(mine, config({"executor": "none"})) as it:
+        done: Any = Pass()
+        with monkeypatch.context() as patch, it.runner._hooked(done):
+            patch.setattr(RemovableHandle, "remove", lambda handle: None)
+        assert all(layer._forward_pre_hooks for layer in mine.model.layers)
+        gone = weakref.ref(done)
+        del done
+        assert gone() is None
+        assert torch.equal(whole(mine, PROMPT), whole(model(), PROMPT))

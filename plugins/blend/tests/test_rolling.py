@@ -89,3 +89,13 @@ def test_collisions_are_no_matches(engine: Any) -> None:
         prompt = torch.cat([known[:16].flip(0), known])
         mask = retriever.new_request(prompt, torch.tensor([0, 48])).result(0).valid_mask
         assert mask[16:].all() and not mask[:16].any()
+
+
+def test_of_a_clients_salt_its_tag_is_remembered() -> None:
+    """It may be of any length, and stands beside each piece."""
+    with Engine.open(config(NONE, FIXED), spec_of(model())) as own:
+        retriever: Any = own.blending and own.blending.retriever
+        long = "x" * 1_000_000
+        retriever.learn(text(1, 64), salt=long)
+        assert retriever._known and all(len(name) < 100 for name, _ in retriever._known)
+        assert retriever.candidates(text(1, 64), 0, long) and not retriever.candidates(text(1, 64), 0, "y")

@@ -298,3 +298,13 @@ def test_a_call_takes_its_timeout_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert store.set(page_keys(2)) == [False, False] and waited == [2.0]
     monkeypatch.undo()
     store.close()
+
+
+def test_what_was_said_is_remembered_up_to_a_bound(caplog: pytest.LogCaptureFixture) -> None:
+    store = opened()
+    with caplog.at_level(logging.WARNING):
+        for number in range(3 * page_store._MOST_WARNINGS):
+            store.miss(1, f"{number}: " + "x" * 10_000)
+    assert len(caplog.records) == len(store._warned) == page_store._MOST_WARNINGS
+    assert max(map(len, store._warned)) < 1000
+    store.close()

@@ -287,3 +287,17 @@ def test_of_a_document_no_more_is_read_than_is_needed(tmp_path: Path) -> None:
     tokenizer = SimpleNamespace(encode=lambda text: [1] * len(text))
     model = SimpleNamespace(config=config)
     assert worker.read_document(Job("", 1, str(path), 3, "", ""), model, tokenizer).shape == (1, 3)
+
+
+@pytest.mark.parametrize("what", ["fifo", "hole", "nested", "link"])
+def test_special_files_are_neither_waited_for_nor_read(tmp_path: Path, what: str) -> None:
+    job = tmp_path / "job.json"
+    if what == "fifo":
+        os.mkfifo(job)
+    elif what == "link":
+        job.symlink_to("nothing")
+    else:
+        job.write_text("[" * 100_000)
+        os.truncate(job, 1 << 43 if what == "hole" else 100_000)
+    with pytest.raises(typer.BadParameter, match="is not from a demo"):
+        command._check_own(tmp_path)

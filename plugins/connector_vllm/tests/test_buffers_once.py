@@ -136,6 +136,35 @@ def test_room_that_the_dead_reserved_is_given_back() -> None:
     put_in(lookup(backend, capacity=8192, abandoned=0.01), [1])
 
 
+@pytest.mark.parametrize("content", [b"", b"nobody", b"7" + b"f" * 47, b"x" * 10_000])
+def test_what_nobody_can_have_claimed_or_reserved_is_in_nobodys_way(content: bytes) -> None:
+    """Of no time, or of one that is still to come."""
+    backend = CreatingDict(kvloom.Config())
+    buffer = lookup(backend, capacity=8192)
+    put_in(buffer, [1], mark=1)
+    (id,) = buffer._candidates(None)
+    backend.put(f"kv-lookup/claim/{id}", [content])
+    backend.put(f"kv-lookup/room/{content[:40].decode()}-8192", [b"reserved"])
+    buffer._next_upkeep = 0.0
+    assert buffer.drop_select(None, None) == NOTHING and buffer.counts()["abandoned"] == 1
+    put_in(buffer, [1], mark=2)
+    assert mark(buffer.drop_select(None, None)) == 2 and not [*backend.scan("")]
+
+
+def test_a_claim_that_cannot_be_read_keeps_no_other() -> None:
+    class Failing(CreatingDict):
+        def get(self, key: str) -> Buffer | None:
+            if key.endswith("/claim/1"):
+                raise OSError("not that one")
+            return super().get(key)
+
+    backend = Failing(kvloom.Config())
+    for id in ("1", "2"):
+        backend.put(f"kv-lookup/claim/{id}", [b"nobody"])
+    lookup(backend).drop_select(None, None)
+    assert [entry.key for entry in backend.scan("")] == ["kv-lookup/claim/1"]
+
+
 # -- damage ------------------------------------------------------------------------------------------------------------
 
 

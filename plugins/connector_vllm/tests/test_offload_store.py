@@ -408,3 +408,16 @@ def test_settings_name_what_is_wrong() -> None:
     for extra, name in (({}, "config"), ({"config": "x", "staging": "a lot"}, "staging")):
         with pytest.raises(ConfigError, match=f"kv_connector_extra_config.{name}"):
             OffloadSettings.read(extra)
+
+
+def test_what_was_said_is_remembered_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiers = Pretended(tmp_path).tiers
+    numbers = iter(range(10**6))
+
+    def fails(*_: object) -> None:
+        raise OSError(f"{next(numbers)}: " + "x" * 10_000)
+
+    monkeypatch.setattr(tiers, "_segments", fails)
+    for _ in range(3 * offload_tiers._MOST_WARNINGS):
+        assert tiers.find([b"key"]) == [False]
+    assert len(tiers._warned) == offload_tiers._MOST_WARNINGS and max(map(len, tiers._warned)) < 1000

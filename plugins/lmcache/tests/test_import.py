@@ -366,3 +366,17 @@ def test_a_path_that_begins_elsewhere_is_pointed_out(path: str, moves: bool) -> 
     _, rows, _ = brought(local_disk=path)
     outcome, text = rows["local_disk"]
     assert outcome == "mapped" and ("begins where the new file is" in text) == moves
+
+
+def test_a_link_to_itself_is_said_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    said = invoke(str(tmp_path / "loop"), "-o", str(tmp_path / "out"))
+    assert isinstance(said.exception, ConfigError) and "cannot be read" in str(said.exception)
+
+
+def test_more_fields_than_any_release_has_are_refused() -> None:
+    """Each unknown one is compared with all that are known."""
+    for fields in ({f"field_{number}": 1 for number in range(5001)},
+                   {"extra_config": {f"setting_{number}": 1 for number in range(5001)}}):  # fmt: skip
+        with pytest.raises(ConfigError, match="fields: 5001 of them"):
+            import_config(fields)

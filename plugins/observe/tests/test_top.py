@@ -75,6 +75,7 @@ def test_which_engine(tmp_path: Path) -> None:
         assert "two: tiny" in top("two", "--once").output
         assert "no engine 'three' runs" in str(top("three", "--once").exception)
     assert "asked for by http://" in str(top("ftp://one", "--once").exception)
+    assert "no engine is there" in str(top("~nobody-has-this-name/socket", "--once").exception)
 
 
 def test_a_whole_name_is_not_the_beginning_of_another(monkeypatch: pytest.MonkeyPatch) -> None:

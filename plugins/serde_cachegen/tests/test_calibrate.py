@@ -112,9 +112,12 @@ def test_steps_may_be_chosen(calibrate: Callable[..., Result]) -> None:
     assert said["profile"] == "little.kvprofile" and said["bytes"] == Path("little.kvprofile").stat().st_size
     assert set(said["verdicts"]) == {"step/0.6", "klt/1"} and said["klt_saves_bytes_per_token"] is not None
     assert set(Profile.load(Path("little.kvprofile")).verdicts) == {"step/0.6", "klt/1"}
-    for wrong in ("step", "step/x", "step/-1", "lossless/0.5", "klt/0.5"):
+    for wrong in ("step", "step/x", "step/-1", "lossless/0.5", "klt/0.5", "step/0", "step/4.5"):
         done = calibrate("--text", __file__, "--tokens", 500, "--verify", "--no-klt", "--codec", wrong, "--force")
         assert done.exit_code == 2 and "--codec" in done.output
+    for option, wrong in (("--max-kl", "nan"), ("--max-dnll", "inf"), ("--min-top1", "nan"), ("--tokens", "15")):
+        done = calibrate("--text", __file__, "--tokens", 500, "--force", option, wrong)
+        assert done.exit_code == 2 and option in done.output
 
 
 @pytest.mark.parametrize(

@@ -116,3 +116,13 @@ def test_steps_of_k_follow_the_profile(profile: Any) -> None:
 def test_kv_of_another_shape_than_the_profile_is_not_encoded(profile: Any) -> None:
     with pytest.raises(ValueError, match="profile"):
         serializer(None, profile=profile()).encode(Chunk(torch.zeros(2, 2, 4, 32), MemoryFormat.KV_BLOB, 4))
+
+
+def test_what_a_file_says_of_itself_is_shown_on_one_line_and_cut(profile: Any) -> None:
+    said = "\x1b[2J\n" + "x" * 10_000
+    failed = {"step/0.75": replace(FAILED, limits={said: 1e-3})}
+    for changes in ({"model": said, "layers": 3}, {"identity": said}, {"verdicts": {said: PASSED}}, {"model": said,
+                    "verdicts": failed}):  # fmt: skip
+        with pytest.raises(ValueError) as caught:
+            serializer(quality="small", profile=profile(**changes))
+        assert str(caught.value).isprintable() and len(str(caught.value)) < 2000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,13 @@ def test_a_file_that_is_cut_short_or_longer_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_whose_checksum_is_right_may_be_wrong_all_the_same(tmp_path: Path, name: str, value: Any) -> None:
-    path = tmp_path / "wrong"
+    with pytest.raises(CorruptProfileError, match=str(tmp_path)):
+        Profile.load(changed(tmp_path, name, value))
+
+
+def changed(folder: Path, name: str, value: Any) -> Path:
+    """A profile with another tensor, or other words, and the right checksum."""
+    path = folder / "wrong"
     whole = profile_of().to_bytes()
     header = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])
     about = json.loads(json.loads(header["__metadata__"]["kvloom"])["about"])
@@ -104,8 +110,50 @@ def test_a_file_whose_checksum_is_right_may_be_wrong_all_the_same(tmp_path: Path
     text = json.dumps(about)
     head = {"format": profiles.FORMAT, "about": text, "sha256": profiles._digest(text, tensors).hex()}
     path.write_bytes(safetensors.torch.save(tensors, {"kvloom": json.dumps(head)}))
-    with pytest.raises(CorruptProfileError, match=str(path)):
+    return path
+
+
+def test_ranks_are_looked_at_before_there_is_a_tensor_for_each(tmp_path: Path) -> None:
+    """They may be millions in a small file."""
+    with pytest.raises(CorruptProfileError, match=r"ranks: torch\.int8 \(50000,\)"):
+        Profile.load(changed(tmp_path, "ranks", torch.zeros(50_000, dtype=torch.int8)))
+    many = changed(tmp_path, "ranks", torch.zeros(2, 2, dtype=torch.int32))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiles, "_MOST_RANKS", 3)
+        with pytest.raises(CorruptProfileError, match="ranks: 4, more than 3"):
+            Profile.load(many)
+
+
+def test_limits_of_a_verdict_are_numbers(tmp_path: Path) -> None:
+    (about,) = profile_of().verdicts.values()
+    verdicts = {"step/0.75": {**asdict(about), "limits": {"kl": "small"}}}
+    with pytest.raises(CorruptProfileError, match="limits"):
+        Profile.load(changed(tmp_path, "about", {"verdicts": verdicts}))
+
+
+def test_a_header_without_an_end_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "wrong"
+    path.write_bytes((1 << 29).to_bytes(8, "little"))
+    os.truncate(path, 1 << 30)
+    with pytest.raises(CorruptProfileError, match="a header of more than 1048576 bytes"):
         Profile.load(path)
+
+
+def test_saving_writes_over_nothing_else_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / ".it.partial").symlink_to(victim)
+    profile_of(1, 1, 32).save(tmp_path / "it")
+    assert victim.read_text() == "mine" and Profile.load(tmp_path / "it").layers == 1
+    there = {*tmp_path.iterdir()}
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        profile_of(1, 1, 32).save(tmp_path / "it")
+    assert {*tmp_path.iterdir()} == there
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,16 @@ def test_where_a_directory_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {path: tiers.file_system(Path(path)) for path in kinds} == kinds
 
 
+@pytest.mark.parametrize("below", ["", "/kv"])
+@pytest.mark.parametrize("target", ["gone", "link"])
+def test_a_link_that_leads_nowhere_is_not_tried_beside_it(tmp_path: Path, target: str, below: str) -> None:
+    """As that to a disk that is not mounted: the engine does not start there."""
+    (tmp_path / "link").symlink_to(tmp_path / target)
+    code, found = doctor(written(tmp_path, f"{{type: disk, path: {tmp_path}/link{below}, capacity: 1MiB}}"))
+    (said,) = of(found, "tier")
+    assert code == 1 and said.verdict == "problem" and "cannot write to" in said.text
+
+
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
 def test_a_directory_that_may_not_be_written(tmp_path: Path) -> None:
     shut = tmp_path / "shut"

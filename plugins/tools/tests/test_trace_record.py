@@ -13,8 +13,11 @@ import torch
 from children_support import forked
 from cli_support import CHUNK, SPEC, run
 from trace_support import BIG, config, hits, recorded, replay, spec_file
+from typer.testing import CliRunner
 
-from kvloom import Engine
+from kvloom import ConfigError, Engine
+from kvloom.cli.main import app
+from kvloom_tools import shapes
 from kvloom_tools.replay import Trace
 
 # -- the whole way -----------------------------------------------------------------------------------------------------
@@ -257,3 +260,10 @@ def test_record_says_if_nothing_was_recorded(tmp_path: Path) -> None:
         for number, handler in zip((signal.SIGINT, signal.SIGTERM), handlers, strict=True):
             signal.signal(number, handler)
     assert done.err == "kvloom: nothing was recorded: no engine of kvloom had a request in what was run\n"
+
+
+def test_the_home_of_nobody_is_no_directory() -> None:
+    said = CliRunner().invoke(app(), ["trace", "record", "~nobody-has-this-name/trace", "--", "true"])
+    assert isinstance(said.exception, ConfigError) and "no directory that can be written to" in str(said.exception)
+    with pytest.raises(ConfigError, match="~nobody-has-this-name"):
+        shapes._file_of("~nobody-has-this-name/model", "--model")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvloom import ConfigError
+from kvloom_testkit.engines import process
 from kvloom_testkit.engines.process import EndedError, HangError, Host, RaisedError, RefusedError
 
 PATH = {"PYTHONPATH": str(Path(__file__).parent)}
@@ -102,6 +106,42 @@ def test_an_engine_that_cannot_be_imported_is_said(fault: str, said: str) -> Non
 
 def test_closing_the_host_leaves_nothing() -> None:
     host = Host("fake_host", environment=PATH)
-    folder, process = host.folder, host._process.pid
+    assert host._process is not None
+    folder, number = host.folder, host._process.pid
     host.close()
-    assert not folder.exists() and gone(process)
+    assert not folder.exists() and gone(number)
+
+
+def test_ctrl_c_while_it_is_imported_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    started: list[int] = []
+
+    def interrupted(host: Host, *_: object) -> None:
+        assert host._process is not None
+        started.append(host._process.pid)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Host, "_connection", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Host("fake_host", environment=PATH)
+    assert gone(started[0]) and not [*tmp_path.iterdir()]
+
+
+def test_a_directory_whose_name_is_too_long_for_a_socket_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with pytest.raises(ConfigError, match=f"TMPDIR: no socket can be made in {folder}"):
+        Host("fake_host", environment=PATH)
+    assert not [*folder.iterdir()]
+
+
+def test_of_a_long_log_the_end_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.touch()
+    os.truncate(log, 1 << 40)
+    with log.open("ab") as file:
+        file.write(b"\nlast words\n")
+    assert process._end_of(log).endswith("last words")

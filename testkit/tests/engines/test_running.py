@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import socket
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+import torch
 
 import kvloom_testkit
 from kvloom import ConfigError
 from kvloom_testkit.engines import report, running
 from kvloom_testkit.engines.bench import Bench, NotApplicableError, NotMetError
-from kvloom_testkit.engines.damage import damage
+from kvloom_testkit.engines.damage import copy, damage
 from kvloom_testkit.engines.process import EndedError, HangError, RaisedError, RefusedError
 from kvloom_testkit.engines.prompts import tokens
 from kvloom_testkit.engines.running import Row, check
 from kvloom_testkit.engines.subject import Subject
+from kvloom_testkit.engines.vllm import driver
 
 KIT = Path(kvloom_testkit.__file__).parent
 
@@ -143,6 +150,7 @@ OPTIONS: dict[str, Any] = dict.fromkeys(
     ({"--connector": "a:C", "--offloading-spec": "a:D"}, "--offloading-spec: it has"),
     ({"--connector": "a:C", "--extra": "{"}, "--extra: expected a JSON"),
     ({"--connector": "a:C", "--extra": "[]"}, "--extra: expected a JSON"),
+    ({"--connector": "a:C", "--extra": "[" * 100_000}, "--extra: expected a JSON"),
     ({"--connector": "a:C", "--block": 32, "--chunk": 48}, "--chunk: expected a multiple"),
     ({"--connector": "a:C", "--block": 0}, "expected a multiple"),
 ])  # fmt: skip
@@ -202,6 +210,80 @@ def test_damage_changes_every_file(tmp_path: Path) -> None:
         left = [path.read_bytes() for path in folder.iterdir()]
         assert [len(data) for data in left] == [] if size is None else [size] * 2
         assert how != "flip" or {place % 4 for place in range(1000) if left[0][place]} == {0, 1, 2, 3}
+
+
+def test_what_links_lead_to_is_neither_damaged_nor_copied(tmp_path: Path) -> None:
+    others, folder = tmp_path / "others", tmp_path / "store"
+    for made in (others, folder / "deep"):
+        made.mkdir(parents=True)
+    (others / "file").write_bytes(bytes(1000))
+    (folder / "deep" / "own").write_bytes(bytes(1000))
+    (folder / "link").symlink_to(others / "file")
+    (folder / "loop").symlink_to(folder)
+    os.mkfifo(folder / "fifo")
+    copy(folder, tmp_path / "copy")
+    assert sorted(path.name for path in (tmp_path / "copy").rglob("*")) == ["deep", "own"]
+    for how in ("flip", "cut", "remove"):
+        assert damage(folder, how) == 1
+    assert (others / "file").read_bytes() == bytes(1000)
+
+
+def test_holes_are_copied_and_damaged_as_holes(tmp_path: Path) -> None:
+    store = tmp_path / "store" / "slab"
+    store.parent.mkdir()
+    with store.open("wb") as file:
+        file.truncate(1 << 38)
+        for place in (1 << 20, (1 << 38) - 5):
+            file.seek(place)
+            file.write(b"there")
+    copy(store.parent, tmp_path / "copy")
+    slab = tmp_path / "copy" / "slab"
+    assert slab.stat().st_size == 1 << 38 and damage(slab.parent, "flip") == 1
+    with slab.open("rb") as file:
+        file.seek(1 << 20)
+        assert file.read(5) == b"there"
+        file.seek(-5, os.SEEK_END)
+        assert file.read() == b"there"
+    assert slab.stat().st_blocks * 512 < 1 << 20
+
+
+class Connector:
+    """Answers as connectors do that compute with numpy."""
+
+    def generate(self) -> list[dict[str, Any]]:
+        return [{"claimed": np.int64(32), "cached": torch.tensor(7)}]
+
+    def seen(self) -> object:
+        return object()
+
+    def settle(self) -> None:
+        raise RuntimeError("x" * 1_000_000)
+
+
+def test_numbers_and_errors_of_a_connector_end_no_engine(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "Driver", Connector)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(short_path / "socket"))
+        listening.listen()
+        serving = threading.Thread(target=driver.serve, args=(str(short_path / "socket"), "1"), daemon=True)
+        serving.start()
+        with listening.accept()[0] as connection, connection.makefile("rw") as lines:
+            connection.settimeout(20)
+            lines.readline()
+            told = []
+            for call in ("generate", "seen", "settle"):
+                lines.write(json.dumps({"call": call, "args": {}}) + "\n")
+                lines.flush()
+                told.append(lines.readline())
+        serving.join(10)
+    assert json.loads(told[0]) == {"ok": [{"claimed": 32, "cached": 7}]}
+    assert "TypeError" in json.loads(told[1])["error"] and "RuntimeError: xxx" in json.loads(told[2])["error"]
+    assert max(map(len, told)) < 10_000
+
+
+def test_what_a_connector_says_does_nothing_to_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    report._explain([Row("E02", "ends in order", "not met", "\x1b[2Jended", 2.0)], sys.stdout)
+    assert "\\x1b[2Jended" in capsys.readouterr().out
 
 
 def test_the_kit_is_imported_without_an_engine() -> None:

@@ -107,6 +107,7 @@ class Task(Cancellation):
         self._give_up = None
         self.fail(error)
 
+    @shielded
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call it once this is over, on the thread that ends it; now, if it is. It must neither raise nor block."""
         with self._changed:

@@ -65,6 +65,13 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
 )
 
+_OF_WEBDAV: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("Redirect response",), "it is elsewhere: name in `url` where it redirects to"),
+    (("CERTIFICATE_VERIFY_FAILED",), "its certificate is not trusted: set `options: {verify: ca.pem}`"),
+    (("WRONG_VERSION_NUMBER", "wrong version number"), "it does not speak TLS: set `allow_http: true`"),
+)
+"""Instead of what those above say."""
+
 
 def explained(error: BaseException, place: Place) -> str:
     """One line with the store, its error and the remedy."""
@@ -72,12 +79,14 @@ def explained(error: BaseException, place: Place) -> str:
     said = one_line(_QUERY.sub("?...", text.partition("\n")[0]).strip()) or type(error).__name__
     if code := _CODE.search(text):
         said = f"{said.partition(': <?xml')[0]} ({code[1]})"
-    return f"{place.scheme}://{place.host}: {said}" + (f"; {remedy}" if (remedy := remedy_of(text)) else "")
+    remedy = remedy_of(text, place.scheme)
+    return f"{place.scheme}://{place.host}: {said}" + (f"; {remedy}" if remedy else "")
 
 
-def remedy_of(text: str) -> str:
+def remedy_of(text: str, scheme: str) -> str:
     """The remedy for a store's error text; empty for an unknown error."""
-    return next((remedy for signs, remedy in _REMEDIES if any(sign in text for sign in signs)), "")
+    remedies = (*(_OF_WEBDAV if scheme in ("webdav", "dav") else ()), *_REMEDIES)
+    return next((remedy for signs, remedy in remedies if any(sign in text for sign in signs)), "")
 
 
 def says_no_bucket(text: str) -> bool:

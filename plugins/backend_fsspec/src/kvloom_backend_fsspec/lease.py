@@ -27,7 +27,8 @@ logger = logging.getLogger("kvloom.backend_fsspec")
 LEASE_SECONDS = 6.0
 RENEW_SECONDS = 2.0
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
-_NUMBER = re.compile(r"[0-9]{12}")
+_NUMBER = re.compile(r"0[0-9]{11}")
+"""Others are nobody's: behind the last number that has a place there would be none."""
 _FREE = b"free"
 
 

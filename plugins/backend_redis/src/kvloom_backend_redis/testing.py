@@ -99,12 +99,20 @@ class RedisServer:
         return Redis(host=self.host, port=self.port, password=password, socket_timeout=5, protocol=2, **settings)
 
     def __enter__(self) -> RedisServer:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill it and remove its directory."""
         self.kill()
         shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -194,7 +202,9 @@ class RedisCluster:
     def __enter__(self) -> RedisCluster:
         with contextlib.ExitStack() as stack:
             for node in self.nodes:
-                stack.enter_context(node)
+                stack.callback(node.close)
+            for node in self.nodes:
+                node.start()
             self._join()
             self._stack = stack.pop_all()
         return self

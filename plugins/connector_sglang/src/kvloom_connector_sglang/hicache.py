@@ -114,9 +114,13 @@ class KVLoomHiCache(HiCacheStorage):  # type: ignore[misc]
         """The pages, in `target_locations` if there are any; None for those that there are not."""
         if self._pages is None:
             return [None] * len(keys)
-        places = target_locations
-        if places is None:
-            places = [self.mem_pool_host.get_dummy_flat_data_page() for _ in keys]
+        try:
+            places = target_locations
+            if places is None:
+                places = [self.mem_pool_host.get_dummy_flat_data_page() for _ in keys]
+        except Exception as error:  # such as no memory
+            self._pages.miss(len(keys), f"get: {type(error).__name__}: {error}")
+            return [None] * len(keys)
         there = self._pages.get(keys, flat=list(places))
         return [place if here else None for place, here in zip(places, there, strict=True)]
 

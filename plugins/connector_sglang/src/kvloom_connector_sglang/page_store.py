@@ -19,6 +19,8 @@ from .settings import Geometry
 
 logger = logging.getLogger("kvloom.connector_sglang")
 
+_MOST_WARNINGS = 100
+"""Different texts; what is said after them is only for debugging."""
 _T = TypeVar("_T")
 
 
@@ -153,10 +155,12 @@ class PageStore:
             return otherwise
 
     def _complain(self, text: str) -> None:
+        said = one_line(text)
         with self._lock:
-            known = text in self._warned or len(self._warned) > 100
-            self._warned.add(text)
-        logger.log(logging.DEBUG if known else logging.WARNING, "%s", one_line(text))
+            new = said not in self._warned and len(self._warned) < _MOST_WARNINGS
+            if new:
+                self._warned.add(said)
+        logger.log(logging.WARNING if new else logging.DEBUG, "%s", said)
 
 
 def _completed(config: EngineConfig, geometry: Geometry) -> EngineConfig:

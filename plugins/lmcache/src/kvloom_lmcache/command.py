@@ -54,7 +54,7 @@ def import_(
 
     if file is None and not env:
         raise ConfigError("LMCACHE.yaml", "name the file, or take the environment with --env")
-    if file is not None and to is not None and file.resolve() == to.resolve():
+    if file is not None and to is not None and os.path.realpath(file) == os.path.realpath(to):
         raise ConfigError("--output", f"{to} is LMCache's file; name another")
     if to is not None and to.is_file() and not force:
         raise ConfigError("--output", f"{to} exists already; choose another name, or overwrite it with --force")

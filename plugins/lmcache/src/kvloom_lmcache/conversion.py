@@ -13,6 +13,7 @@ from kvloom_lmcache.extra import add_extra
 from kvloom_lmcache.fields import ALIASES, MAPPED, NOT_MAPPED, Row
 from kvloom_lmcache.remote import add_pool, add_remote, gibibytes
 
+_MOST_FIELDS = 5000
 _LOCATIONS = {
     "localcpubackend": "memory", "localdiskbackend": "disk", "remotebackend": "redis", "s3backend": "fsspec",
 }  # fmt: skip
@@ -45,6 +46,10 @@ def import_config(
     Raises ConfigError with every field whose value has another type than in LMCache, or cannot work in kvloom.
     Nothing that is raised or returned holds a password: those become environment variables.
     """
+    extra = source.get("extra_config")
+    for count in (len(source), len(extra) if isinstance(extra, Mapping) else 0):
+        if count > _MOST_FIELDS:
+            raise ConfigError("fields", f"{count} of them; LMCache has some 200")
     fields = {name: value for name, value in source.items() if isinstance(name, str)}
     found = [ConfigError(shown(name), "should be the name of a field") for name in source if name not in fields]
     while True:  # without each field that is wrong, until all of them are known

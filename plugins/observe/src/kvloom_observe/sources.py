@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import math
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -83,7 +84,7 @@ def find(word: str | None) -> Source:
     if word is not None and "://" in word:
         raise ConfigError("ENGINE", f"{word!r}: metrics are asked for by http:// or https://")
     if word is not None and "/" in word:
-        return _socket(Path(word).expanduser())
+        return _socket(Path(os.path.expanduser(word)))
     running = sockets.running()
     named = [path for path in running if path.stem == word]
     named = named or [path for path in running if word is None or path.name.startswith(word)]

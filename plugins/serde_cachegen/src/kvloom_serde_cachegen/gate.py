@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvloom import KVSpec
+from kvloom import KVSpec, one_line
 from kvloom_serde_cachegen.profile import Profile, identity_of
 
 _MEASURE = "run `kvloom calibrate --model MODEL --text FILE --verify`"
@@ -23,8 +23,8 @@ def profile_for(path: Path, spec: KVSpec | None) -> Profile:
     ours = (spec.kv_planes, spec.num_layers, spec.hidden_dim, spec.head_size)
     if theirs != ours:
         raise ValueError(
-            f"profile: {path} is of {profile.model}, whose KV has (planes, layers, hidden, head size) {theirs}, this "
-            f"model's has {ours}; {_MEASURE}"
+            f"profile: {path} is of {one_line(profile.model)}, whose KV has (planes, layers, hidden, head size) "
+            f"{theirs}, this model's has {ours}; {_MEASURE}"
         )
     return profile
 
@@ -38,15 +38,16 @@ def check(profile: Profile | None, spec: KVSpec, codec: str) -> None:
         )
     if profile.identity != identity_of(spec):
         raise ValueError(
-            f"the profile is of another model ({profile.identity}; this is {identity_of(spec)}): {_MEASURE}, {_OR_NOT}"
+            f"the profile is of another model ({one_line(profile.identity)}; this is {identity_of(spec)}): {_MEASURE}, "
+            f"{_OR_NOT}"
         )
     verdict = profile.verdicts.get(codec)
     if verdict is None:
-        known = ", ".join(sorted(profile.verdicts)) or "none"
+        known = one_line(", ".join(sorted(profile.verdicts)) or "none")
         raise ValueError(f"the profile has no verdict on {codec}; use one that it has ({known}), {_MEASURE}, {_OR_NOT}")
     if not verdict.passed:
-        limits = ", ".join(f"{name} {limit:g}" for name, limit in sorted(verdict.limits.items()))
+        limits = one_line(", ".join(f"{name} {limit:g}" for name, limit in sorted(verdict.limits.items())))
         raise ValueError(
-            f"{codec} failed on {profile.model}: KL {verdict.kl:.2g}, dNLL {verdict.dnll:+.2g}, top-1 "
+            f"{codec} failed on {one_line(profile.model)}: KL {verdict.kl:.2g}, dNLL {verdict.dnll:+.2g}, top-1 "
             f"{verdict.top1:.2%}, where the limits were {limits}; take a smaller step, {_OR_NOT}"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -16,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors import torch as file_of
 
-from kvloom import KVLoomError, KVSpec
+from kvloom import KVLoomError, KVSpec, one_line
 
 FORMAT = "kvloom-kv-profile/1"
 POSITION_BITS = 24
@@ -25,6 +26,9 @@ RANK_UNIT = 32
 MAX_EXPONENT = 5
 _MOST_BYTES = 1 << 30
 """Maximum size of a profile; those of large models have some 100 MiB."""
+_MOST_HEADER_BYTES = 1 << 20
+_MOST_RANKS = 1 << 14
+"""Maximum number of planes and layers, each of which becomes a tensor."""
 T = TypeVar("T")
 
 _ABOUT = ("model", "identity", "planes", "layers", "hidden", "head_size", "calibrated_tokens", "rotary_size",
@@ -150,9 +154,14 @@ class Profile:
 
     def save(self, path: Path) -> None:
         """Write it to `path`, which is replaced at once. Raises OSError."""
-        temporary = path.with_name(f".{path.name}.partial")
-        temporary.write_bytes(self.to_bytes())
-        temporary.replace(path)
+        temporary = path.with_name(f".{secrets.token_hex(8)}.partial")
+        try:
+            with temporary.open("xb") as file:
+                file.write(self.to_bytes())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
     def to_bytes(self) -> bytes:
         """The file of it."""
@@ -181,7 +190,7 @@ class Profile:
                 raise ValueError("it is not as it was saved (checksum)")
             return _unpacked(json.loads(head["about"]), tensors)
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-            raise CorruptProfileError(path, f"unusable profile: {error}") from error
+            raise CorruptProfileError(path, f"unusable profile: {one_line(error)}") from error
 
 
 def _content(path: Path) -> bytes:
@@ -192,7 +201,10 @@ def _content(path: Path) -> bytes:
         os.close(fd)
         raise CorruptProfileError(path, f"not a profile: not a file, or one of {status.st_size} bytes")
     with open(fd, "rb") as file:
-        return file.read(_MOST_BYTES)
+        head = file.read(8)
+        if int.from_bytes(head, "little") > _MOST_HEADER_BYTES:
+            raise CorruptProfileError(path, f"not a profile: a header of more than {_MOST_HEADER_BYTES} bytes")
+        return head + file.read(_MOST_BYTES)
 
 
 def identity_of(spec: KVSpec) -> str:
@@ -238,12 +250,17 @@ def _unpacked(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Profil
     transform = None
     if "means" in tensors:
         ranks = tensors["ranks"]
+        _check("ranks", ranks, torch.int32, (about["planes"], about["layers"]))
+        if ranks.numel() > _MOST_RANKS:
+            raise ValueError(f"ranks: {ranks.numel()}, more than {_MOST_RANKS}")
         if int(ranks.sum()) != len(tensors["bases"]):
             raise ValueError(f"bases: {len(tensors['bases'])} of {int(ranks.sum())}")
         parts = {name: iter(tensors[name].split(ranks.flatten().tolist())) for name in ("bases", "exponents")}
         rows = {name: tuple(tuple(next(part) for _ in row) for row in ranks) for name, part in parts.items()}
         transform = Transform(tensors["means"], tensors["scales"], tensors["sigmas"], rows["bases"], rows["exponents"])
     verdicts = {name: _typed(Verdict(**verdict)) for name, verdict in about.pop("verdicts").items()}
+    if not all(type(limit) in (int, float) for verdict in verdicts.values() for limit in verdict.limits.values()):
+        raise ValueError("limits: expected numbers")
     weights, rotations = tensors["weights"], tensors["rotations"]
     return _typed(Profile(**about, weights=weights, rotations=rotations, transform=transform, verdicts=verdicts))
 

@@ -11,6 +11,7 @@ from kvloom import Config
 
 QUALITY = {"high": 0.25, "default": 0.5, "small": 0.75}
 """Quantiser steps, in standard deviations."""
+MOST_STEP = 4.0
 _GATED_STEP = 0.75
 """Steps from this one on go through the gate, unless the configuration says otherwise."""
 
@@ -22,7 +23,7 @@ class CodecConfig(Config):
     """`step`: uniform steps, of each channel for K and of a layer for V. `klt`: steps of what channels have in
     common, which only the profile of a model tells. `lossless`: every bit comes back. `cachegen`: a scale for each
     token and as many levels as LMCache's CacheGen has."""
-    quality: Literal["high", "default", "small"] | Annotated[float, Field(gt=0.0, le=4.0)] = "default"
+    quality: Literal["high", "default", "small"] | Annotated[float, Field(gt=0.0, le=MOST_STEP)] = "default"
     """For `step` and `klt`: the steps in standard deviations; by name 0.25, 0.5 and 0.75."""
     profile: Path | None = None
     """The output of `kvloom calibrate` for this model: `klt` needs it; in `step` the steps of K follow it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,7 +66,7 @@ def _of_model(model: str, given: Given) -> KVSpec:
 
 
 def _file_of(model: str, option: str) -> Path:
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if path.is_dir():
         path /= "config.json"
     if path.is_file():

@@ -42,13 +42,14 @@ def for_a_try(choice: TierChoice) -> Iterator[TierChoice]:
     """The tier; where its directory is not there yet, one like it in a directory beside that is gone afterwards."""
     assert choice.backend is not None
     place = getattr(choice.backend.config, "path", None)
-    if not (isinstance(place, Path) or (isinstance(place, str) and os.sep in place)) or os.path.exists(
+    # A link that leads nowhere is there: the engine makes nothing beside it.
+    if not (isinstance(place, Path) or (isinstance(place, str) and os.sep in place)) or os.path.lexists(
         Path(place).expanduser()
     ):
         yield choice
         return
     path = Path(place).expanduser()
-    there = next(parent for parent in path.parents if os.path.exists(parent))
+    there = next(parent for parent in path.parents if os.path.lexists(parent))
     try:
         scratch = tempfile.mkdtemp(dir=there, prefix=".kvloom-try-")
     except OSError:  # opening the tier fails too, and says why

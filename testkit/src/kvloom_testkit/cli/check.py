@@ -29,6 +29,9 @@ TROUBLES = 3
 """Number of requirements that hang, or end the process, after which the others are skipped."""
 _GRACE_SECONDS = 15.0
 """For what hangs where nothing can interrupt it."""
+_MOST_CHARACTERS = 4000
+"""Of a reason. It is written to a pipe at once, also by a process that ends meanwhile."""
+_LAST_BYTES = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +124,9 @@ class _Session:
     def stop(self) -> None:
         """End it, whatever it does."""
         if self._child:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._child, signal.SIGKILL)
+            for kill in (os.killpg, os.kill):  # the second for one that has no group of its own yet
+                with suppress(ProcessLookupError, PermissionError):
+                    kill(self._child, signal.SIGKILL)
             self._wait()
         self._said.close()
 
@@ -133,7 +137,7 @@ class _Session:
             while True:
                 ready, _, _ = select.select([lines], [], [], 2 * self._seconds + _GRACE_SECONDS)
                 line = lines.readline() if ready else None
-                if not line:
+                if not line or not line.endswith(b"\n"):
                     break
                 message = json.loads(line)
                 current = message.get("begins", current)
@@ -179,8 +183,8 @@ class _Session:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else 0
 
     def _last_words(self) -> str:
-        self._said.seek(0)
-        return self._said.read().decode(errors="replace").strip()[-500:]
+        self._said.seek(-min(_LAST_BYTES, self._said.seek(0, os.SEEK_END)), os.SEEK_END)
+        return self._said.read(_LAST_BYTES).decode(errors="replace").strip()[-500:]
 
 
 def _run(subject: subjects.Subject, asked: _Asked, tell: Callable[[dict[str, Any]], None]) -> None:
@@ -236,10 +240,11 @@ class _Outcomes:
         self._fails |= report.failed
         if report.failed and before != "not met":
             crash = getattr(report.longrepr, "reprcrash", None)
-            self._outcomes[number] = "not met", str(crash.message if crash is not None else report.longrepr)
+            said = str(crash.message if crash is not None else report.longrepr)
+            self._outcomes[number] = "not met", said[:_MOST_CHARACTERS]
         elif report.skipped and not before:
             said = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-            self._outcomes[number] = "skipped", said.removeprefix("Skipped: ")
+            self._outcomes[number] = "skipped", said.removeprefix("Skipped: ")[:_MOST_CHARACTERS]
         elif report.passed and before in ("", "skipped"):
             self._outcomes[number] = "met", ""
 

@@ -41,7 +41,8 @@ def run(
         def tell(row: Result) -> None:
             if not as_json:
                 why = row.reason if row.outcome == "skipped" else ""
-                print(f"{row.id}  {_MARKS[row.outcome]:4}  {row.title:{width}}  {why}".rstrip(), flush=True)
+                text = f"{row.id}  {_MARKS[row.outcome]:4}  {row.title:{width}}  {why}".rstrip()
+                print(output.plain(text), flush=True)
             step()
 
         try:
@@ -63,7 +64,7 @@ def _explain(subject: subjects.Subject, rows: Sequence[Result], failed: Sequence
         one = about[row.id]
         print(f"\n{one.id} {one.what}")
         for name, text in (("Why", one.why), ("Usually", one.usually), ("Here", row.reason)):
-            print(textwrap.fill(f"{name}: {text[:1000]}", 110, initial_indent="    ", subsequent_indent="    "))
+            output.say(textwrap.fill(f"{name}: {text[:1000]}", 110, initial_indent="    ", subsequent_indent="    "))
     counts = {outcome: sum(row.outcome == outcome for row in rows) for outcome in _MARKS}
     untried = counts.pop("not tried")
     said = [f"{count} {outcome}" for outcome, count in counts.items()]

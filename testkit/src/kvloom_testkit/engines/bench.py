@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvloom_testkit.engines.damage import copy
 from kvloom_testkit.engines.process import Engine, EngineError, Host
 from kvloom_testkit.engines.prompts import tokens
 from kvloom_testkit.engines.subject import Subject
@@ -135,7 +136,7 @@ class Bench:
 
     def copy_of(self, store: str, name: str) -> Path:
         """A copy of a store under another name."""
-        shutil.copytree(self.store(store), self.store(name), dirs_exist_ok=True)
+        copy(self.store(store), self.store(name))
         return self.store(name)
 
     def model(self, seed: int = 1, kind: str = "dense") -> str:

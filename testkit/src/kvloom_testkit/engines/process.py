@@ -17,8 +17,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from kvloom import ConfigError
+
 _IMPORT_SECONDS = 180.0
 _LAST_WORDS = 600
+_LAST_BYTES = 16 << 10
 _STACK_SECONDS = 1.0
 
 
@@ -51,21 +54,26 @@ class Host:
     def __init__(self, module: str, *, environment: Mapping[str, str], seconds: float = _IMPORT_SECONDS) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="kvloom-check-"))
         self._listening = socket.socket(socket.AF_UNIX)
-        self._listening.bind(str(self.folder / "socket"))
-        self._listening.listen()
         self._count = 0
         self._orders: _Lines | None = None
-        with (self.folder / "host.log").open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(self.folder / "socket")], stdin=subprocess.DEVNULL, stdout=log,
-                stderr=log, env={**os.environ, **environment}, start_new_session=True,
-            )  # fmt: skip
+        self._process: subprocess.Popen[bytes] | None = None
         try:
+            self._listening.bind(str(self.folder / "socket"))
+            self._listening.listen()
+            with (self.folder / "host.log").open("wb") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", module, str(self.folder / "socket")], stdin=subprocess.DEVNULL, stdout=log,
+                    stderr=log, env={**os.environ, **environment}, start_new_session=True,
+                )  # fmt: skip
             self._orders = self._connection(time.monotonic() + seconds, self._process.poll)
             hello = self._orders.read(time.monotonic() + seconds)
-        except (EOFError, TimeoutError) as error:
+        except BaseException as error:  # Ctrl-C, too: importing an engine takes a while
             self.close()
-            raise RefusedError(f"the engine could not be imported: {self._last_words() or error}") from error
+            if isinstance(error, EOFError | TimeoutError):
+                raise RefusedError(f"the engine could not be imported: {self._last_words() or error}") from error
+            if self._process is None and isinstance(error, OSError):
+                raise ConfigError("TMPDIR", f"no socket can be made in {self.folder.parent}: {error}") from error
+            raise
         if "error" in hello:
             self.close()
             raise RefusedError(f"the engine could not be imported: {hello['error']}")
@@ -100,8 +108,9 @@ class Host:
         if self._orders is not None:
             self._orders.close()
         self._listening.close()
-        _kill(self._process.pid)
-        self._process.wait()
+        if self._process is not None:
+            _kill(self._process.pid)
+            self._process.wait()
         self._words = _end_of(self.folder / "host.log")
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -252,7 +261,9 @@ def _has_ended(process: int) -> bool:
 def _end_of(path: Path) -> str:
     """The last words that a process printed."""
     try:
-        lines = path.read_text(errors="replace").strip().splitlines()
+        with path.open("rb") as file:
+            file.seek(-min(_LAST_BYTES, path.stat().st_size), os.SEEK_END)
+            lines = file.read(_LAST_BYTES).decode(errors="replace").strip().splitlines()
     except OSError:
         return ""
     return "\n".join(lines[-6:])[-_LAST_WORDS:]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 from xml.etree import ElementTree
 
-from kvloom import ConfigError
+from kvloom import ConfigError, output
 from kvloom_testkit.engines.bench import Bench
 from kvloom_testkit.engines.process import Host, RefusedError
 from kvloom_testkit.engines.running import REQUIREMENTS, Row, check
@@ -75,7 +75,7 @@ def run(
     def tell(row: Row) -> None:
         why = row.reason if row.outcome == "skipped" else ""
         text = f"{row.id}  {_MARKS[row.outcome]:4}  {row.title:{width}}  {row.seconds:6.1f} s  {why}"
-        print(text.rstrip(), file=out, flush=True)
+        print(output.plain(text.rstrip()), file=out, flush=True)
 
     try:
         rows = check(bench, only=wanted, tell=tell)
@@ -138,7 +138,7 @@ def _wanted(only: Sequence[str]) -> list[str]:
 def _extra(text: str | None) -> dict[str, Any]:
     try:
         extra = json.loads(text or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError("--extra", f"expected a JSON object: {error}") from error
     if not isinstance(extra, dict):
         raise ConfigError("--extra", f"expected a JSON object, not {text}")
@@ -152,7 +152,8 @@ def _explain(rows: Sequence[Row], out: TextIO) -> None:
             print(f"\n{one.id} {one.what}", file=out)
             for name, text in (("Why", one.why), ("Usually", one.usually), ("Here", row.reason)):
                 text = f"{name}: {text[:1500]}"
-                print(textwrap.fill(text, _WIDTH, initial_indent="    ", subsequent_indent="    "), file=out)
+                text = textwrap.fill(text, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+                print(output.plain(text), file=out)
 
 
 def _write(path: Path, text: str) -> None:

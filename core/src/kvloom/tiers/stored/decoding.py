@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -66,13 +66,13 @@ class DeviceDecoder:
     def _run(self, batch: Sequence[Job]) -> None:
         place = Place(self._where, self._stream)
         blobs, into = [job.blob for job in batch], [job.into for job in batch]
-        launch = partial(batch[0].serializer.decode_many, blobs, into, place)
         error: Exception | None = None
         try:
             with self._device.on(self._stream):
-                guarded(partial(_unless_full, launch))
+                guarded(partial(batch[0].serializer.decode_many, blobs, into, place))
         except (CorruptBlobError, UnreadableBlobError) as raised:
-            error = raised if not isinstance(raised.__cause__, _FullError) else NoRoomError(str(raised))
+            full = isinstance(raised.__cause__, torch.OutOfMemoryError)  # the device, which is not the blob's fault
+            error = NoRoomError(str(raised)) if full else raised
             self._stream.synchronize()  # nothing writes to memory that is given back
         if error is not None and len(batch) > 1:
             for job in batch:  # which of them it is
@@ -81,13 +81,3 @@ class DeviceDecoder:
             for job in batch:
                 job.error = error
 
-
-class _FullError(Exception):
-    """The device has no memory left: not the blob's fault."""
-
-
-def _unless_full(launch: Callable[[], None]) -> None:
-    try:
-        launch()
-    except torch.OutOfMemoryError as error:
-        raise _FullError(str(error)) from error

@@ -173,14 +173,12 @@ class MappedChunks:
     def sweep(self) -> None:
         """Give up what the store has no more."""
         with self._lock:
-            held = list(self._held.items())
-        for key, mapped in held:
-            lease = mapped.memory.lease()  # so that nobody closes it meanwhile
-            if lease is None:
-                continue
-            if not self._mappings.current([mapped.memory])[0]:
-                self._forget(key, mapped)
-            lease.release()
+            wanted = [mapped.wanted for mapped in self._held.values()]
+        while wanted:  # a few at a time: others wait for the lock
+            some, wanted = wanted[:256], wanted[256:]
+            for found in self._lease(some):
+                if found is not None:
+                    found[1].release()
 
     def close(self) -> None:
         """Give up everything; what is being read goes on until it is released."""

@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from kvloom import CorruptBlobError, Sink
+from kvloom import BackendError, CorruptBlobError, Sink
+from kvloom_backend_fsspec.unread import Unread
 
 MOST_DIRECTORIES = 1 << 16
 """In one listing: a server that follows links shows two that lead back as more directories than can be listed."""
+
+
+class Directories:
+    """Directories that a listing looks into, the nearest first: blobs before what a loop of links repeats."""
+
+    def __init__(self, first: str, unread: Unread, *, name: Callable[[str], str] = str) -> None:
+        """name: returns the name of a directory, which `unread` is told if there are too many."""
+        self._pending = deque([first])
+        self._left = MOST_DIRECTORIES
+        self._unread, self._name = unread, name
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def add(self, directory: str) -> None:
+        """Look into it later. One that is too many is noted when its turn comes, and others are forgotten."""
+        if len(self._pending) <= self._left:
+            self._pending.append(directory)
+
+    def __iter__(self) -> Iterator[str]:
+        while self._pending:
+            inside = self._pending.popleft()
+            if not self._left:
+                error = BackendError(f"behind {MOST_DIRECTORIES} directories: a link loop?")
+                self._unread.note(self._name(inside), error)
+                return
+            self._left -= 1
+            yield inside
 
 
 class Listed(NamedTuple):

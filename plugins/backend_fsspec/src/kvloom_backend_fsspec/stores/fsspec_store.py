@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
 
-from kvloom import BackendError, Sink
+from kvloom import BackendError, CorruptBlobError, Sink
 from kvloom_backend_fsspec.config import Config
 from kvloom_backend_fsspec.errors import explained, says_no_bucket
 from kvloom_backend_fsspec.names import Names
-from kvloom_backend_fsspec.stores.base import MOST_DIRECTORIES, Listed
+from kvloom_backend_fsspec.stores.base import Directories, Listed
 from kvloom_backend_fsspec.stores.fsspec_open import close_fs, open_fs
 from kvloom_backend_fsspec.unread import Unread, is_refused
 
@@ -69,12 +68,25 @@ class FsspecStore:
             return
         draft = self._path(self._drafts.draft())
         try:
-            self._publish(data, draft, path)
-        except Exception as error:
-            if not self._is_shut_out(draft, error):
-                raise
-            self._drafts.draft_elsewhere()
-            self._publish(data, self._path(self._drafts.draft()), path)
+            try:
+                self._publish(data, draft, path)
+            except Exception as error:
+                if not self._is_shut_out(draft, error):
+                    raise
+                self._drafts.draft_elsewhere()
+                self._publish(data, self._path(self._drafts.draft()), path)
+        except BackendError as error:
+            if what := self._in_the_way(name):
+                raise CorruptBlobError(what) from error
+            raise
+
+    def _in_the_way(self, name: str) -> str:
+        """What keeps a blob from its place, which does not concern other blobs; empty if that is not known."""
+        while len(name := name.rpartition("/")[0]) > len(self._place.prefix):
+            with contextlib.suppress(Exception):  # it is not there, or the server has failed
+                if not _is_directory(self._fs.info(self._path(name))):
+                    return f"a file lies in the place of a directory: {name}"
+        return ""
 
     def _is_shut_out(self, draft: str, error: Exception) -> bool:
         """Return whether `error` was caused by something in the place of the directory of drafts."""
@@ -84,7 +96,7 @@ class FsspecStore:
             found = self._ask(lambda: self._fs.info(draft.rpartition("/")[0]))
         except Exception:  # a link that leads nowhere
             return isinstance(error.__cause__, FileExistsError)
-        return bool(found["type"] != "directory")
+        return not _is_directory(found)
 
     def _publish(self, data: bytes, draft: str, path: str) -> None:
         try:
@@ -160,9 +172,10 @@ class FsspecStore:
 
     def size(self, name: str) -> int | None:
         try:
-            return int(self._ask(lambda: self._fs.info(self._path(name)))["size"])
+            found = self._ask(lambda: self._fs.info(self._path(name)))
         except FileNotFoundError:
             return None
+        return None if _is_directory(found) else int(found["size"] or 0)
 
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
@@ -171,15 +184,9 @@ class FsspecStore:
 
     def list(self, directory: str) -> Iterator[Listed]:
         """Directory by directory: one that vanishes meanwhile is passed over."""
-        unread = Unread(self._drafts)
-        pending = deque([start := self._path(directory)])
-        left = MOST_DIRECTORIES
-        while pending:
-            inside = pending.popleft()  # the nearest first: blobs before what a loop of links repeats
-            left -= 1
-            if left < 0:
-                unread.note(self._name(inside), BackendError(f"behind {MOST_DIRECTORIES} directories: a link loop?"))
-                break
+        unread, start = Unread(self._drafts), self._path(directory)
+        directories = Directories(start, unread, name=self._name)
+        for inside in directories:
             try:
                 entries = self._entries(inside)
             except BackendError as error:
@@ -189,10 +196,10 @@ class FsspecStore:
                 continue
             for found in entries:
                 path = str(found["name"])
-                if found["type"] != "directory":
+                if not _is_directory(found):
                     yield Listed(self._name(path), int(found["size"] or 0), _modified(found), _tag(found))
                 elif self._drafts.is_worth_a_look(self._name(path)):
-                    pending.append(path)
+                    directories.add(path)
         unread.end()
 
     def _entries(self, path: str) -> Sequence[dict[str, Any]]:
@@ -265,13 +272,22 @@ def _cat(
         with fs.client.http.stream("GET", url, headers=wanted) as answer:
             if answer.status_code == 404:
                 raise FileNotFoundError(path)
+            if answer.is_redirect and _is_directory(fs.info(path)):
+                raise FileNotFoundError(path)
             if answer.status_code != 200 and not (ranged and answer.status_code == 206):
                 answer.raise_for_status()
                 raise BackendError(f"unexpected status: {answer.status_code}")
             whole = _received(answer, most)
-        if _is_about(answer, len(whole), fs.info(path)):
+        now = fs.info(path)
+        if _is_directory(now):  # of which some servers send a page for browsers
+            raise FileNotFoundError(path)
+        if _is_about(answer, len(whole), now):
             return whole[start:end] if ranged and answer.status_code == 200 else whole
     raise BackendError(f"{path}: replaced during every read")
+
+
+def _is_directory(found: dict[str, Any]) -> bool:
+    return bool(found["type"] == "directory")
 
 
 def _received(answer: Any, most: int) -> bytes:

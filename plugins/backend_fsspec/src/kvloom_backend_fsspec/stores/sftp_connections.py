@@ -131,7 +131,8 @@ class SftpConnections:
             channel = client.get_transport().open_session(timeout=self._timeout)
             channel.invoke_subsystem("sftp")
             client = self._paramiko.SFTPClient(PacedChannel(channel, Pace(self._timeout)))
-            client._read_response = partial(_lenient, client._read_response)
+            client._read_response = partial(_careful, client._read_response)
+            client._convert_status = partial(_lenient_status, client._convert_status)
             client.listdir_iter = partial(_listdir, client)
             return client
         finally:
@@ -216,12 +217,35 @@ def _login(config: Config) -> tuple[dict[str, Any], Sequence[str | None]]:
     return {**login, **options}, [known] if known else [None, *([str(system)] if system.is_file() else [])]
 
 
-def _lenient(read: Callable[..., tuple[Any, Any]], *given: Any) -> tuple[Any, Any]:
-    """An answer of which a name may be no UTF-8: no blob's, and no reason to end a listing."""
+def _careful(read: Callable[..., tuple[Any, Any]], *given: Any) -> tuple[Any, Any]:
+    """An answer that raises OSError where it ends before what it announces: paramiko goes on with zeros.
+
+    A name in it may be no UTF-8: no blob's, and no reason to end a listing.
+    """
     kind, message = read(*given)
-    if message is not None:
-        message.get_text = lambda: message.get_string().decode("utf-8", "replace")
+    if message is None:
+        return kind, message
+    take = message.packet.read
+
+    def exactly(num_bytes: int) -> bytes:
+        data = bytes(take(num_bytes))
+        if len(data) < num_bytes:
+            raise OSError("the server's answer is shorter than it says")
+        return data
+
+    message.get_bytes = exactly
+    _lenient(message)
     return kind, message
+
+
+def _lenient(message: Any) -> None:
+    message.get_text = lambda: message.get_string().decode("utf-8", "replace")
+
+
+def _lenient_status(convert: Callable[[Any], None], message: Any) -> None:
+    """An error whose text may be no UTF-8: its number says what it is."""
+    _lenient(message)
+    convert(message)
 
 
 def _listdir(sftp: Any, path: str, read_aheads: int) -> Iterator[Any]:

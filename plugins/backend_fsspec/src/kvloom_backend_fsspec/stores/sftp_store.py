@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from kvloom import BackendError, CorruptBlobError, Sink
 from kvloom_backend_fsspec.config import Config
 from kvloom_backend_fsspec.names import Names
-from kvloom_backend_fsspec.stores.base import MOST_DIRECTORIES, Listed, Memory
+from kvloom_backend_fsspec.stores.base import Directories, Listed, Memory
 from kvloom_backend_fsspec.stores.sftp_connections import SftpConnections
 from kvloom_backend_fsspec.unread import Unread, is_refused
 
@@ -34,7 +34,8 @@ class SftpStore:
 
     def __init__(self, config: Config) -> None:
         self._connections = SftpConnections(config)
-        self._drafts = Names(config.place.prefix)
+        self._prefix = config.place.prefix
+        self._drafts = Names(self._prefix)
 
     def put(self, name: str, data: bytes) -> None:
         self._connections.ask(lambda sftp: self._publish(sftp, data, name, sftp.posix_rename))
@@ -66,10 +67,22 @@ class SftpStore:
                 draft = self._drafts.draft()
                 _in_its_directory(sftp, draft, lambda: sftp.putfo(io.BytesIO(data), f"/{draft}"))
             _in_its_directory(sftp, name, lambda: rename(f"/{draft}", f"/{name}"))
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(Exception):
                 sftp.remove(f"/{draft}")
+            if isinstance(error, OSError) and (what := self._in_the_way(sftp, name)):
+                raise CorruptBlobError(what) from error
             raise
+
+    def _in_the_way(self, sftp: Any, name: str) -> str:
+        """What keeps a blob from its place, which does not concern other blobs; empty if that is not known."""
+        with contextlib.suppress(Exception):
+            if not _is_file(sftp, name) and _size(sftp, name) is not None:
+                return f"a directory lies in the place of a blob: /{name}"
+            while len(name := name.rpartition("/")[0]) > len(self._prefix):
+                if _is_file(sftp, name):
+                    return f"a file lies in the place of a directory: /{name}"
+        return ""
 
     def get(self, name: str) -> bytes | None:
         memory = Memory()
@@ -94,13 +107,8 @@ class SftpStore:
         Skips those that this user may not read, and raises IncompleteListingError at the end.
         """
         unread = Unread(self._drafts)
-        pending, left = [directory], MOST_DIRECTORIES
-        while pending:
-            inside = pending.pop()
-            left -= 1
-            if left < 0:
-                unread.note(inside, BackendError(f"behind {MOST_DIRECTORIES} directories: a link loop?"))
-                break
+        directories = Directories(directory, unread)
+        for inside in directories:
             try:
                 entries = self._found(partial(_entries, path=f"/{inside}")) or ()
             except BackendError as error:
@@ -113,7 +121,7 @@ class SftpStore:
                 if not stat.S_ISDIR(found.mode):
                     yield Listed(name, found.bytes, float(found.modified), "")
                 elif self._drafts.is_worth_a_look(name):
-                    pending.append(name)
+                    directories.add(name)
         unread.end()
 
     def close(self) -> None:

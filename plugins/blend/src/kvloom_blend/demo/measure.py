@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import yaml
 
-from kvloom import BlendExecutor, Engine, KVSpec, Registry
+from kvloom import BlendExecutor, Engine, KVSpec, Registry, text_of
 from kvloom_connector_transformers import spec_of
 
 from ..quality import Agreement, Reference, answered, executor_of, logits_of
@@ -31,6 +32,7 @@ RATIOS = (0.05, 0.15, 0.3, 0.5)
 EXECUTORS = ("cacheblend", "hybrid", "question_attention", "epic", "random")
 ANSWER_TOKENS = 16
 _FIRST_LINE = "# Written by `kvloom blend demo`.\n"
+_MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +108,10 @@ def measure(
 
 def check_own(out: Path) -> None:
     """Check that files in `out` were made by an earlier demo, before they are overwritten. Raises ValueError."""
-    there = [out / name for name in ("blend.yaml", "blend.json", "blend.png") if (out / name).exists()]
+    there = [out / name for name in ("blend.yaml", "blend.json", "blend.png") if os.path.lexists(out / name)]
     try:
-        own = not there or (out / "blend.yaml").read_text(encoding="utf-8").startswith(_FIRST_LINE)
+        own = all(path.is_file() for path in there)
+        own = own and (not there or text_of(out / "blend.yaml", _MOST_BYTES).startswith(_FIRST_LINE))
     except (OSError, UnicodeDecodeError):
         own = False
     if not own:

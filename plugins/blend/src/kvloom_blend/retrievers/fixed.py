@@ -8,6 +8,8 @@ from typing import cast
 
 import torch
 
+from kvloom import salt_tag
+
 from ..settings import FixedConfig
 from .passages import Passage
 from .pieces import PieceRetriever
@@ -30,7 +32,7 @@ class FixedRetriever(PieceRetriever):
         self._rolling = RollingHash(self._width)
         self._learning = Lock()
         self._known: dict[tuple[str, int], None] = {}
-        """Salt and hash, oldest first."""
+        """Tag of the salt, which clients may write, and hash, oldest first."""
 
     def passages(self, tokens: torch.Tensor, boundaries: Sequence[int] | None) -> list[Passage]:
         """The whole pieces of a text, from its first token."""
@@ -48,7 +50,7 @@ class FixedRetriever(PieceRetriever):
                 del self._known[next(iter(self._known))]
 
     def _name(self, salt: str | None) -> str:
-        return self.engine.salt if salt is None else salt
+        return salt_tag(self.engine.salt if salt is None else salt)
 
     def candidates(self, tokens: torch.Tensor, reached: int, salt: str | None) -> list[Passage]:
         known, name = self._known, self._name(salt)

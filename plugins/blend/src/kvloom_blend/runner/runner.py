@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache
 
 from kvloom import BlendExecutor, BlendRequest, BlendRetrieverTask, Config, KVSpec
@@ -180,13 +182,23 @@ class Runner:
 
     @contextmanager
     def _hooked(self, done: BlendPass) -> Iterator[None]:
-        hooks = [layer.register_forward_pre_hook(done.before_layer, with_kwargs=True) for layer in self._layers]
+        hooks: list[RemovableHandle] = []
+        # An interrupt may leave a hook behind, which then holds nothing of this pass.
+        called = partial(_before_layer, WeakMethod(done.before_layer))
         try:
+            hooks.extend(layer.register_forward_pre_hook(called, with_kwargs=True) for layer in self._layers)
             with set_for(self.model.config.get_text_config(decoder=True)):
                 yield
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def _before_layer(
+    method: WeakMethod[Callable[..., Any]], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    before = method()
+    return (args, kwargs) if before is None else before(module, args, kwargs)
 
 
 @contextmanager

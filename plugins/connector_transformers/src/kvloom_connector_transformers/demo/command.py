@@ -184,11 +184,13 @@ def _check_own(out: Path) -> None:
     """The demo removes `kv` and writes over its files, so only where an earlier one made them. Raises BadParameter."""
     from .job import Job
 
-    if not (there := [name for name in _WRITTEN if (out / name).exists()]):
+    if not (there := [name for name in _WRITTEN if os.path.lexists(out / name)]):
         return
     try:
+        if not all((out / name).is_file() or (name == "kv" and (out / name).is_dir()) for name in there):
+            raise ValueError("special files, or links that lead nowhere")
         Job.load(out / "job.json")
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, RecursionError, TypeError):
         text = f"{out / there[0]} exists and is not from a demo; name another directory"
         raise typer.BadParameter(text, param_hint="--out") from None
 

@@ -8,7 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvloom import text_of
+
 SIZES = {"small": 60_000_000, "medium": 150_000_000}
+_MOST_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,8 @@ class Job:
 
     @classmethod
     def load(cls, path: Path) -> Job:
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
+        """Raises OSError, ValueError, RecursionError or TypeError if it is none."""
+        return cls(**json.loads(text_of(path, _MOST_BYTES)))
 
 
 def parameters(size: str) -> int:

@@ -272,14 +272,19 @@ class KVLookupBuffer(BufferOnBackend, vllm_base("KVLookupBufferBase")):  # type:
         self._next_upkeep = now + self._abandoned / 4
         with contextlib.suppress(Exception):
             for id in self._ids("claim"):
-                try:
-                    made = get_at_most(self._backend, f"{self._name}/claim/{id}", _CLAIM_BYTES)
-                except CorruptBlobError:
-                    continue
-                if made is not None and age_seconds(bytes(made).decode(errors="replace")) > self._abandoned:
-                    if self._backend.contains(f"{self._name}/entry/{id}"):
-                        self._count("abandoned")
-                    self._delete(id)
+                with contextlib.suppress(Exception):  # one that cannot be read keeps no other
+                    self._end_if_abandoned(id)
+
+    def _end_if_abandoned(self, id: str) -> None:
+        made: bytes | bytearray | None
+        try:
+            made = get_at_most(self._backend, f"{self._name}/claim/{id}", _CLAIM_BYTES)
+        except CorruptBlobError:  # nobody's
+            made = b""
+        if made is not None and age_seconds(made.decode(errors="replace")) > self._abandoned:
+            if self._backend.contains(f"{self._name}/entry/{id}"):
+                self._count("abandoned")
+            self._delete(id)
 
 
 def _prefix(tokens: object, roi: object) -> Prefix:

@@ -43,11 +43,11 @@ def new_id() -> str:
 
 
 def age_seconds(id: str) -> float:
-    """Seconds since `new_id` made `id`; 0 if unknown."""
+    """Seconds between now and when `new_id` made `id`; infinite for what is none. Clocks differ: it may be later."""
     try:
-        return (time.time_ns() - int(id[:16], 16)) / 1e9
+        return abs(time.time_ns() - int(id[:16], 16)) / 1e9
     except ValueError:
-        return 0.0
+        return math.inf
 
 
 class Room:

@@ -26,6 +26,9 @@ IDLE_SECONDS = 0.005
 """Minimum time of a step while something is under way. Otherwise vLLM runs hundreds of empty steps for a load, which
 keep the interpreter from the threads that load."""
 
+_MOST_WARNINGS = 100
+"""Different texts; what is said after them is only for debugging."""
+
 _T = TypeVar("_T")
 
 
@@ -126,10 +129,11 @@ class Tiers:
         try:
             return work()
         except Exception as error:
-            text = f"{verb}: {type(error).__name__}: {error}"
-            known = text in self._warned or len(self._warned) > 100
-            self._warned.add(text)
-            log.log(logging.DEBUG if known else logging.WARNING, "%s", one_line(text))
+            text = one_line(f"{verb}: {type(error).__name__}: {error}")
+            new = text not in self._warned and len(self._warned) < _MOST_WARNINGS
+            if new:
+                self._warned.add(text)
+            log.log(logging.WARNING if new else logging.DEBUG, "%s", text)
             return otherwise
 
 

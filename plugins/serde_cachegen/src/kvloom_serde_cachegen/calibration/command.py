@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvloom import KVLoomError, pip_install
+from kvloom_serde_cachegen.settings import MOST_STEP
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 JUDGED = ("klt/0.5", "klt/0.25", "step/0.75", "step/0.5", "step/0.25")
 """The default modes and steps of `--verify`."""
 _WINDOW_TOKENS = 1024
+_FEWEST_TOKENS = 16
+"""In a window: its beginning is left out, and what follows its first two thirds is predicted."""
 _JUDGED_TOKENS, _JUDGED_WINDOWS, _FEWEST_WINDOWS = 768, 16, 4
 
 _EXISTING = {"exists": True, "dir_okay": False, "readable": True}
@@ -53,7 +56,7 @@ def calibrate(
             metavar="MODE/STEP", help=f"Mode and step to measure with --verify (default: each of {', '.join(JUDGED)})."
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to calibrate on.")] = 32_768,
+    tokens: Annotated[int, typer.Option(min=_FEWEST_TOKENS, help="Maximum number of tokens to calibrate on.")] = 32_768,
     device: Annotated[str, typer.Option(help="Device that runs the model, such as cuda.")] = "cpu",
     max_kl: Annotated[float, typer.Option(min=0, help="Maximum change of predictions, in nats a token.")] = 1e-3,
     max_dnll: Annotated[
@@ -80,6 +83,9 @@ def calibrate(
 
     if not Path(model).is_dir() and (model.startswith((".", "/", "~")) or model.count("/") > 1):
         raise typer.BadParameter(f"there is no directory {model!r}", param_hint="--model")
+    for option, limit in (("--max-kl", max_kl), ("--max-dnll", max_dnll), ("--min-top1", min_top1)):
+        if not math.isfinite(limit):
+            raise typer.BadParameter(f"{limit} is no limit", param_hint=option)
     if out is not None and not out.parent.is_dir():
         raise typer.BadParameter(f"there is no directory {str(out.parent)!r}", param_hint="--out")
     name = Path(model).resolve().name if Path(model).is_dir() else model
@@ -123,6 +129,8 @@ def _codecs(given: Sequence[str] | None, *, klt: bool) -> list[str]:
         match = re.fullmatch(r"(step|klt)/(\d*\.?\d+)", codec)
         if match is None:
             raise typer.BadParameter(f"{codec!r} is not a mode and step, such as step/0.6", param_hint="--codec")
+        if not 0 < float(match[2]) <= MOST_STEP:
+            raise typer.BadParameter(f"{codec}: a step is more than 0 and at most {MOST_STEP:g}", param_hint="--codec")
         if match[1] == "klt" and not klt:
             raise typer.BadParameter(f"{codec} needs --klt", param_hint="--codec")
         found.append(f"{match[1]}/{float(match[2]):g}")

@@ -102,8 +102,10 @@ def _written(store: Store, key: str, blob: bytes) -> Finding:
 
 def _directory(choice: TierChoice, path: Path) -> Iterator[Finding]:
     there = path
-    while not os.path.exists(there) and there != there.parent:
+    while not os.path.lexists(there) and there != there.parent:
         there = there.parent
+    if not os.path.exists(there):  # a link that leads nowhere: trying the tier says so
+        return
     kind = file_system(there)
     if kind in ("tmpfs", "ramfs"):
         yield note("tier", choice.name, f"{there} is in memory ({kind}): it goes with the machine's power")
@@ -169,7 +171,7 @@ def file_system(path: Path) -> str:
         lines = Path("/proc/mounts").read_text().splitlines()
     except OSError:
         return ""
-    real, best, kind = str(path.resolve()), "", ""
+    real, best, kind = os.path.realpath(path), "", ""
     for line in lines:
         fields = line.split()
         if len(fields) < 3:

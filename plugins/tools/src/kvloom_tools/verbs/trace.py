@@ -50,7 +50,7 @@ def add(commands: typer.Typer) -> None:
         if not command:
             block = f"observers: [{{type: trace, path: {file}}}]"
             raise ConfigError("COMMAND", f"what is to be run? give it behind --, or put `{block}` in its configuration")
-        raise typer.Exit(_record(file.expanduser().absolute(), command, max_bytes))
+        raise typer.Exit(_record(Path(os.path.expanduser(file)).absolute(), command, max_bytes))
 
     @verbs.command("replay")
     def replay(

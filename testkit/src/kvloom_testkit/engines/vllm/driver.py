@@ -7,6 +7,7 @@ Each line is `{"call": NAME, "args": {...}}`, with the name of a method of `Driv
 from __future__ import annotations
 
 import json
+import operator
 import os
 import socket
 import threading
@@ -18,27 +19,32 @@ from typing import Any
 from kvloom_testkit.engines.damage import damage
 from kvloom_testkit.engines.vllm.watch import Watch
 
+_MOST_CHARACTERS = 4000
+"""Of an error, and of its traceback."""
+
 
 def serve(path: str, identity: str) -> None:
     """Answer calls until the kit closes the connection; the first one is `start`."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         lines = connection.makefile("rw", encoding="utf-8")
-        _write(lines, {"hello": identity, "process": os.getpid()})
+        _write(lines, json.dumps({"hello": identity, "process": os.getpid()}))
         driver = Driver()
         for line in lines:
             order = json.loads(line)
             try:
-                answer = {"ok": getattr(driver, order["call"])(**order["args"])}
+                # Numbers may be a connector's own, of numpy or torch.
+                answer = json.dumps({"ok": getattr(driver, order["call"])(**order["args"])}, default=operator.index)
             except Exception as error:
                 where = traceback.format_exc()
                 print(where, flush=True)
-                answer = {"error": f"{type(error).__name__}: {error}", "where": where[-4000:]}
+                said = f"{type(error).__name__}: {error}"
+                answer = json.dumps({"error": said[:_MOST_CHARACTERS], "where": where[-_MOST_CHARACTERS:]})
             _write(lines, answer)
 
 
-def _write(lines: Any, message: dict[str, Any]) -> None:
-    lines.write(json.dumps(message) + "\n")
+def _write(lines: Any, message: str) -> None:
+    lines.write(message + "\n")
     lines.flush()
 
 
