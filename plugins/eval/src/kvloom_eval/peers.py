@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import zstandard
 
-from kvloom_serde_cachegen.measuring import Codec
+from kvloom_serde_cachegen import measuring
+
+Codec = measuring.Codec
 
 FP8_MAX = 448.0
 LMCACHE_SYMBOLS = 32
@@ -19,6 +20,7 @@ def raw(kv: torch.Tensor, start: int) -> tuple[torch.Tensor, int]:
 
 def zstd(level: int, *, planes: bool) -> Codec:
     """planes: upper and lower bytes apart."""
+    import zstandard
 
     def codec(kv: torch.Tensor, start: int) -> tuple[torch.Tensor, int]:
         data = kv.contiguous().view(torch.uint8).numpy()
