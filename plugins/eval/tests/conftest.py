@@ -56,6 +56,12 @@ def model() -> Any:
     return llama(512)
 
 
+@pytest.fixture
+def short() -> Any:
+    """A model of 300 tokens."""
+    return llama(64, longest=300)
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of transformers without a chat template."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def loaded(name: str, *, device: str = "cpu", dtype: str = "float32") -> tuple[Any, Any]:
     """A model and its tokenizer. name: a folder, a name on a hub, or `smollm2`. Raises KVLoomError."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 

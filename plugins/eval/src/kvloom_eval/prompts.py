@@ -128,9 +128,15 @@ class Prompts:
 
 def check_room(model: Any, context: int) -> None:
     """Raise KVLoomError if a context of this many tokens and a question are more than the model was made for."""
-    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if longest is not None and context + _ANSWER_TOKENS > longest:
+    longest = longest_context(model)
+    if context > longest:
         raise KVLoomError(
             f"--context {context:,}: with a question that is {context + _ANSWER_TOKENS:,} tokens, and the model takes "
-            f"{longest:,}; give at most {longest - _ANSWER_TOKENS:,}"
+            f"{longest + _ANSWER_TOKENS:,}; give at most {longest:,}"
         )
+
+
+def longest_context(model: Any) -> int:
+    """The most tokens that leave room for a question; 2^31 for a model that names no limit."""
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return 2**31 if longest is None else int(longest) - _ANSWER_TOKENS

@@ -85,8 +85,10 @@ def blend_table(results: Results) -> list[str]:
 
 def draw_codecs(results: Results, file: Path) -> None:
     """Score and divergence against bits a value. ImportError without matplotlib."""
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    axes = figure.subplots(1, 2)
     points = [each for each in results.scores if each.bits]
     for family, marker in FAMILIES.items():
         some = sorted((each for each in points if _family(each.name) == family), key=lambda each: each.bits or 0)
@@ -121,13 +123,14 @@ def draw_codecs(results: Results, file: Path) -> None:
     if axes[0].get_legend_handles_labels()[0]:
         axes[0].legend(fontsize=8)
     figure.savefig(file, dpi=90)
-    pyplot.close(figure)
 
 
 def draw_blending(results: Results, file: Path) -> None:
     """Score against the share of rows computed. ImportError without matplotlib."""
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(figsize=(7, 4.6), layout="constrained")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.6), layout="constrained")
+    axes = figure.subplots()
     lines: dict[str, list[Scores]] = {}
     for each in results.scores:
         if each.share is not None and each.mean is not None and each.name != FULL:
@@ -150,7 +153,6 @@ def draw_blending(results: Results, file: Path) -> None:
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)
     figure.savefig(file, dpi=90)
-    pyplot.close(figure)
 
 
 # -- inside ------------------------------------------------------------------------------------------------------------
@@ -159,15 +161,6 @@ def draw_blending(results: Results, file: Path) -> None:
 def _family(name: str) -> str:
     word = name.partition("+")[0].partition("/")[0]
     return {"high": "step", "default": "step", "small": "step"}.get(word, word if word in FAMILIES else "others")
-
-
-def _pyplot() -> object:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def _interval(found: Mean) -> str:

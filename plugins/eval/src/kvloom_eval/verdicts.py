@@ -9,28 +9,31 @@ from typing import Any
 
 import torch
 
+from kvloom import KVLoomError
 from kvloom_eval import results, scoring
-from kvloom_eval.prompts import check_room
+from kvloom_eval.prompts import longest_context
 from kvloom_eval.rows import Rows
 from kvloom_eval.running import Plan, Run
 from kvloom_eval.tasks import TASKS
 from kvloom_serde_cachegen import measuring
 
-CONTEXT = 1024
+CONTEXT, SHORTEST = 1024, 512
 
 
 def judge(
-    model: Any, tokenizer: Any, codecs: Mapping[str, measuring.Codec], *, items: int, context: int = CONTEXT,
+    model: Any, tokenizer: Any, codecs: Mapping[str, measuring.Codec], *, items: int,
     dtype: torch.dtype = torch.bfloat16, step: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[str, dict[str, float]]]:  # fmt: skip
     """The scores of each codec in each task that the model can do and needs its context for.
 
     items: of each task, two or more. dtype: of the KV that codecs get. step: called after each of
     `len(TASKS) * items`. A score has the shares of questions that are answered right with `exact` KV and after the
-    `codec`, and the 95 % interval of their difference, `low` to `high`. Raises KVLoomError for a model that cannot be
-    evaluated.
+    `codec`, and the 95 % interval of their difference, `low` to `high`. Contexts have 1,024 tokens, or as many as the
+    model takes. Raises KVLoomError for a model that cannot be evaluated.
     """
-    check_room(model, context)
+    context = min(CONTEXT, longest_context(model))
+    if context < SHORTEST:
+        raise KVLoomError(f"the model takes contexts of {max(0, context)} tokens; tasks need {SHORTEST}")
     scoring.check(model)
     with TemporaryDirectory() as folder:
         rows = Rows(Path(folder) / "rows.jsonl", {})

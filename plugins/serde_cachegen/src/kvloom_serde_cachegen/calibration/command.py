@@ -231,9 +231,13 @@ def _print(verdicts: Mapping[str, Verdict]) -> None:
         ]
         table.add_row(
             name, f"{verdict.bits_per_value:.2f}", f"{verdict.kl:.2g} ± {verdict.kl_error:.1g}", f"{verdict.dnll:+.2g}",
-            f"{verdict.top1:.2%}", *means, "passed" if verdict.passed else f"failed {' '.join(verdict.worse)}".strip(),
+            f"{verdict.top1:.2%}", *means, "passed" if verdict.passed else "failed",
         )  # fmt: skip
-    Console(markup=False, highlight=False).print(table)
+    screen = Console(markup=False, highlight=False)
+    screen.print(table)
+    for name, verdict in verdicts.items():
+        if verdict.worse:
+            screen.print(f"{name} costs answers in {', '.join(verdict.worse)}", soft_wrap=True)
 
 
 @contextmanager
