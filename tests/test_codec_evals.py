@@ -112,6 +112,15 @@ def test_kivi_scales_keys_by_channel_and_values_by_token() -> None:
     assert error[0].max() < 2.0 and error[1].max() < 2.0
 
 
+def test_kivi_keeps_keys_that_fill_no_group() -> None:
+    kv = kv_of()[:, :, :50]
+    back, size = peers.kivi(2)(kv, 0)
+    assert torch.equal(back[0, :, 32:], kv[0, :, 32:]) and not torch.equal(back[0, :, :32], kv[0, :, :32])
+    assert torch.equal(back[:, :, :32], peers.kivi(2)(kv[:, :, :32], 0)[0])
+    per_value, rest = 3 / 8, LAYERS * 18 * HIDDEN
+    assert size == per_value * (kv.numel() - rest) + 2 * rest
+
+
 def test_cachegen_is_lmcaches_without_its_tables() -> None:
     try:
         native.load("kvloom_serde_cachegen", "kvz")

@@ -113,19 +113,17 @@ class Run:
         kv = scoring.context_kv(self._model, prompt.context, self._dtype)
         exact = scoring.answers(self._model, kv, prompt.asked, per_token=per_token)
         chance = sum(1 / len(each.choices) for each in prompt.asked) / len(prompt.asked)
-        made = []
         for by in missing:
+            more: dict[str, Any] = {}
             if by == EXACT:
-                made.append(_row(name, by, exact, exact) | {"tokens": len(prompt.context), "chance": chance})
+                found, more = exact, {"tokens": len(prompt.context), "chance": chance}
             elif by == WITHOUT:
                 alone = scoring.context_kv(self._model, prompt.without)
                 found = scoring.answers(self._model, alone, prompt.asked, per_token=per_token)
-                made.append(_row(name, by, found, exact))
             else:
-                back, bits = through_chunks(codecs[by], kv)
+                back, more["bits"] = through_chunks(codecs[by], kv)
                 found = scoring.answers(self._model, back, prompt.asked, per_token=per_token)
-                made.append(_row(name, by, found, exact) | {"bits": bits})
-        self._rows.add(made)
+            self._rows.add([_row(name, by, found, exact) | more])
 
     def _blends(self, blender: Blender, task: str, context: int, number: int) -> None:
         # They ask fewer questions than codecs do, so their rows of a prefill and of no context are their own.
@@ -160,7 +158,6 @@ class Run:
         seen, rest = window[:context], window[context:]
         kv = scoring.context_kv(self._model, seen.tolist(), self._dtype)
         exact = scoring.continuation(self._model, kv, rest.tolist())
-        made: list[dict[str, Any]] = []
         for by in missing:
             bits: dict[str, float] = {}
             if by == EXACT:
@@ -172,12 +169,11 @@ class Run:
             else:
                 back, bits["bits"] = through_chunks(self._codecs[by], kv)
                 found = scoring.continuation(self._model, back, rest.tolist())
-            made.append({
+            self._rows.add([{
                 "item": name, "by": by, "nll": -float(found.gather(1, rest[1:, None]).mean()),
                 "kl": _divergence(exact, found), "same": float((exact.argmax(-1) == found.argmax(-1)).float().mean()),
                 **bits,
-            })  # fmt: skip
-        self._rows.add(made)
+            }])  # fmt: skip
 
     def _window(self, context: int, number: int) -> torch.Tensor:
         if context not in self._windows:
