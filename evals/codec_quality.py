@@ -19,12 +19,12 @@ from platform import python_version
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import codec_peers as peers
 import torch
 from codec_models import subjects
 from codec_models.subjects import Subject
 from codec_page import draw, page
 
+from kvloom_eval import peers
 from kvloom_serde_cachegen import streams
 from kvloom_serde_cachegen.bins import CacheGenConfig, QuantizationSpec
 from kvloom_serde_cachegen.calibration.calibrating import calibrated

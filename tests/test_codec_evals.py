@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("zstandard")
 pytest.importorskip("transformers")
-pytest.importorskip("kvloom_serde_cachegen.measuring")
+pytest.importorskip("kvloom_eval.peers")
 import codec_page
-import codec_peers
 from codec_models import subjects
 
 from kvloom import PluginError, native
+from kvloom_eval import peers
 from kvloom_serde_cachegen.bins import CacheGenConfig
 
 LAYERS, TOKENS, HIDDEN, HEAD = 3, 64, 128, 64
@@ -62,15 +62,15 @@ def written_bits(stream: list[int], table: list[int]) -> list[int]:
 def test_arithmetic_coded_bytes_are_those_that_a_coder_writes(stream: list[int], seed: int) -> None:
     skewed = np.random.default_rng(seed).geometric(0.4, len(stream)).clip(max=31) - 1
     streams = np.stack([np.array(stream), skewed]).astype(np.uint8)
-    tables = codec_peers.lmcache_tables(streams).tolist()
+    tables = peers.lmcache_tables(streams).tolist()
     written = [
         math.ceil(len(written_bits(each.tolist(), table)) / 8) for each, table in zip(streams, tables, strict=True)
     ]
-    assert codec_peers.arithmetic_coded_bytes(streams).tolist() == written
+    assert peers.arithmetic_coded_bytes(streams).tolist() == written
 
 
 def test_tables_of_lmcache_leave_room_for_what_does_not_occur() -> None:
-    (table,) = codec_peers.lmcache_tables(np.array([[3, 3, 3, 7]], dtype=np.uint8))
+    (table,) = peers.lmcache_tables(np.array([[3, 3, 3, 7]], dtype=np.uint8))
     assert len(table) == 33 and table[0] == 0 and table[-1] == 0xFFFF
     widths = np.diff(table)
     assert widths.min() == 1 and widths[3] == (0xFFFF - 32) * 3 // 4 + 1
@@ -79,12 +79,12 @@ def test_tables_of_lmcache_leave_room_for_what_does_not_occur() -> None:
 @pytest.mark.parametrize(
     ("codec", "bits", "most"),
     [
-        (codec_peers.raw, 16.0, 0.0),
-        (codec_peers.fp8, 8.0, 0.04),
-        (codec_peers.int8(HEAD), 8 + 16 / HEAD, 0.01),
-        (codec_peers.int4(HEAD), 4 + 32 / HEAD, 0.15),
-        (codec_peers.kivi(4), 5.0, 0.15),
-        (codec_peers.kivi(2), 3.0, 0.6),
+        (peers.raw, 16.0, 0.0),
+        (peers.fp8, 8.0, 0.04),
+        (peers.int8(HEAD), 8 + 16 / HEAD, 0.01),
+        (peers.int4(HEAD), 4 + 32 / HEAD, 0.15),
+        (peers.kivi(4), 5.0, 0.15),
+        (peers.kivi(2), 3.0, 0.6),
     ],
 )
 def test_codecs_of_a_fixed_rate_take_that_and_are_as_exact_as_it_allows(codec: Any, bits: float, most: float) -> None:
@@ -98,18 +98,27 @@ def test_codecs_of_a_fixed_rate_take_that_and_are_as_exact_as_it_allows(codec: A
 @pytest.mark.parametrize("planes", [False, True])
 def test_zstd_counts_what_it_made(planes: bool) -> None:
     kv = torch.zeros_like(kv_of())
-    assert codec_peers.zstd(3, planes=planes)(kv, 0)[1] < 200
+    assert peers.zstd(3, planes=planes)(kv, 0)[1] < 200
     noise = torch.randint(-(2**15), 2**15, kv.shape, dtype=torch.int16).view(torch.bfloat16)
-    assert codec_peers.zstd(3, planes=planes)(noise, 0)[1] > 2 * VALUES
+    assert peers.zstd(3, planes=planes)(noise, 0)[1] > 2 * VALUES
 
 
 def test_kivi_scales_keys_by_channel_and_values_by_token() -> None:
     kv = kv_of()
     kv[0, :, :, 5] = 1000.0
     kv[1, :, 7] = 1000.0
-    back, _ = codec_peers.kivi(4)(kv, 0)
+    back, _ = peers.kivi(4)(kv, 0)
     error = (back.float() - kv.float()).abs()
     assert error[0].max() < 2.0 and error[1].max() < 2.0
+
+
+def test_kivi_keeps_keys_that_fill_no_group() -> None:
+    kv = kv_of()[:, :, :50]
+    back, size = peers.kivi(2)(kv, 0)
+    assert torch.equal(back[0, :, 32:], kv[0, :, 32:]) and not torch.equal(back[0, :, :32], kv[0, :, :32])
+    assert torch.equal(back[:, :, :32], peers.kivi(2)(kv[:, :, :32], 0)[0])
+    per_value, rest = 3 / 8, LAYERS * 18 * HIDDEN
+    assert size == per_value * (kv.numel() - rest) + 2 * rest
 
 
 def test_cachegen_is_lmcaches_without_its_tables() -> None:
@@ -123,7 +132,7 @@ def test_cachegen_is_lmcaches_without_its_tables() -> None:
 
     kv = kv_of()
     bins = CacheGenConfig.for_layers(LAYERS).by_layer()
-    theirs, size = codec_peers.lmcache_cachegen(bins)(kv, 0)
+    theirs, size = peers.lmcache_cachegen(bins)(kv, 0)
     ours, smaller = streamed(Settings(Mode.CACHEGEN, 128, bins=bins))(kv, 0)
     assert torch.equal(ours, theirs)
     tables, lengths, scales = 33 * 2 * HIDDEN, 4 * HIDDEN, 2 * TOKENS

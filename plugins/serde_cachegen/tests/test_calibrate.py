@@ -120,6 +120,33 @@ def test_steps_may_be_chosen(calibrate: Callable[..., Result]) -> None:
         assert done.exit_code == 2 and option in done.output
 
 
+@needs_transformers
+def test_verdicts_have_the_scores_of_tasks(calibrate: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    kvloom_eval = pytest.importorskip("kvloom_eval")
+    asked = []
+
+    def judge(model: Any, tokenizer: Any, codecs: Any, *, items: int, dtype: torch.dtype, step: Any) -> Any:
+        asked.append((list(codecs), items, dtype))
+        highs = {"step/0.6": 0.01, "step/1": -0.1}
+        return {name: {"recall/768": {"exact": 0.5, "codec": 0.4, "low": -0.2, "high": highs[name]}} for name in codecs}
+
+    monkeypatch.setattr(kvloom_eval, "judge", judge)
+    done = calibrate("--text", __file__, "--tokens", 500, "--no-klt", "--verify", "--codec", "step/0.6", "--codec",
+                     "step/1", "--tasks", 3, "--max-kl", 9, "--max-dnll", 9, "--min-top1", 0)  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert asked == [(["step/0.6", "step/1"], 3, torch.bfloat16)]
+    verdicts = Profile.load(Path("little.kvprofile")).verdicts
+    assert verdicts["step/0.6"].passed and verdicts["step/1"].worse == ["recall/768"] and not verdicts["step/1"].passed
+    assert re.search(r"step/1 .*40\.0% +50\.0% +failed", done.output)
+    assert "step/1 costs answers in recall/768\n" in done.output and "step/0.6 costs" not in done.output
+    for wrong in (("--tasks", 3), ("--verify", "--tasks", 1)):
+        done = calibrate("--text", __file__, "--force", *wrong)
+        assert done.exit_code == 2 and "--tasks" in done.output
+    monkeypatch.setitem(sys.modules, "kvloom_eval", None)
+    done = calibrate("--text", __file__, "--force", "--verify", "--tasks", 3)
+    assert re.search(r"--tasks needs kvloom-eval.*pip install", str(done.exception))
+
+
 @pytest.mark.parametrize(
     ("saved", "says"), [(1000.0, "from 1,235 tokens on"), (0.0, "no smaller"), (-1.0, "no smaller")]
 )

@@ -59,6 +59,25 @@ def test_a_verdict_lets_its_own_step_through_and_no_other(profile: Any) -> None:
         serializer(profile=path, quality=0.8)
 
 
+def test_a_codec_that_costs_answers_is_refused_and_the_score_named(profile: Any) -> None:
+    held = {"exact": 0.75, "codec": 0.71, "low": -0.09, "high": 0.01}
+    lost = {"exact": 0.75, "codec": 0.5, "low": -0.4, "high": -0.1}
+    kept, broken = PASSED.with_scores({"recall/1024": held}), PASSED.with_scores({"a": held, "needle/1024": lost})
+    path = profile(verdicts={"step/0.75": kept, "step/1": broken})
+    serializer(profile=path, quality="small")
+    with pytest.raises(
+        ValueError, match=r"step/1 failed.*; needle/1024 50\.0% of right answers, 75\.0% with exact KV;"
+    ):
+        serializer(profile=path, quality=1.0)
+    assert not FAILED.with_scores({"recall/1024": held}).passed
+
+
+@pytest.mark.parametrize("score", [{"exact": 0.5}, {"exact": 0.5, "codec": 0.5, "low": 0.0, "high": "-1"}], ids=str)
+def test_scores_have_one_form(score: Any) -> None:
+    with pytest.raises(ValueError, match="needle"):
+        PASSED.with_scores({"needle": score})
+
+
 def test_the_verdict_on_another_model_says_nothing(profile: Any) -> None:
     path = profile(verdicts={"step/0.75": PASSED})
     other = replace(SPEC, revision="weights 9, config 2, on cpu: attention sdpa")

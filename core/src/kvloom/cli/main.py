@@ -29,6 +29,7 @@ ELSEWHERE = {
     "demo": "kvloom-connector-transformers",
     "calibrate": "kvloom-serde-cachegen",
     "blend": "kvloom-blend",
+    "eval": "kvloom-eval",
     "config schema": "kvloom-tools",
     "config import": "kvloom-lmcache",
 }

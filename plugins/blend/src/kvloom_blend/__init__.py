@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _HOME = {
     "BlendedModel": "runner.model",
     "CacheBlendImpl": "seed",
+    "GivenTask": "runner.given",
     "Prefilled": "runner.runner",
     "Rotation": "rotation",
     "Rotations": "rotation",
@@ -25,8 +26,10 @@ _HOME = {
     "SPTBlendRetrieverTask": "seed",
     "blended": "runner.model",
     "create_index": "indices",
+    "executor_of": "quality",
     "gate": "rotation",
     "indices_to_mask": "indices",
+    "kv_of": "runner.given",
     "mask_to_indices": "indices",
     "rotations_of": "rotation",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,14 @@ from kvloom import hookimpl
 
 if TYPE_CHECKING:
     import typer
+
+_HOME = {
+    "CacheGenConfig": "bins",
+    "CacheGenSerializer": "serializer",
+    "Profile": "profile",
+    "calibrated": "calibration.calibrating",
+}
+__all__ = ["CacheGenConfig", "CacheGenSerializer", "Profile", "calibrated", "measuring"]
 
 
 @hookimpl
@@ -24,10 +33,12 @@ def kvloom_add_commands(commands: typer.Typer) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name != "CacheGenSerializer":
+    if name == "measuring":
+        return importlib.import_module(f".{name}", __name__)
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvloom_serde_cachegen import streams
-    from kvloom_serde_cachegen.serializer import CacheGenSerializer
+    if name == "CacheGenSerializer":
+        from kvloom_serde_cachegen import streams
 
-    streams.library()  # without it the plugin is broken, and says why
-    return CacheGenSerializer
+        streams.library()  # without it the plugin is broken, and says why
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)

@@ -99,7 +99,7 @@ def measure(
         kv = context_kv(model, seen, dtype)
         expected = predictions(model, continuation, kv)
         for name, codec in codecs.items():
-            back, size = _in_chunks(codec, kv.flatten(3), chunk_tokens)
+            back, size = in_chunks(codec, kv.flatten(3), chunk_tokens)
             got = predictions(model, continuation, back.view(kv.shape))
             found[name].append(_compare(kv.flatten(3), back, size, expected, got, continuation[1:]))
         progress(done + 1, len(windows))
@@ -131,7 +131,8 @@ def predictions(model: PreTrainedModel, tokens: torch.Tensor, kv: torch.Tensor) 
     return torch.log_softmax(logits.float(), dim=-1)
 
 
-def _in_chunks(codec: Codec, kv: torch.Tensor, chunk_tokens: int) -> tuple[torch.Tensor, int]:
+def in_chunks(codec: Codec, kv: torch.Tensor, chunk_tokens: int) -> tuple[torch.Tensor, int]:
+    """KV `[planes, layers, tokens, hidden]` after a codec that gets it in chunks, and the number of stored bytes."""
     parts, size = [], 0
     for start in range(0, kv.shape[2], chunk_tokens):
         part, kept = codec(kv[:, :, start : start + chunk_tokens].contiguous(), start)

@@ -8,7 +8,7 @@ import os
 import secrets
 import stat
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,6 +60,24 @@ class Verdict:
     passed: bool
     limits: Mapping[str, float] = field(default_factory=dict)
     """Limits for `dnll`, `kl` and `top1`."""
+    scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """By task: the shares of right answers with `exact` KV and after the `codec`, and the 95 % interval of their
+    difference, `low` to `high`. Empty if no task was measured."""
+
+    def __post_init__(self) -> None:
+        for task, score in self.scores.items():
+            if sorted(score) != ["codec", "exact", "high", "low"] or {type(each) for each in score.values()} != {float}:
+                raise ValueError(f"scores: {task}: {score!r}")
+
+    @property
+    def worse(self) -> list[str]:
+        """The tasks whose score is below that of exact KV by more than its interval."""
+        return [task for task, score in self.scores.items() if score["high"] < 0]
+
+    def with_scores(self, scores: Mapping[str, Mapping[str, float]]) -> Verdict:
+        """The verdict on text and tasks: it fails if any task got worse."""
+        made = replace(self, scores=scores)
+        return replace(made, passed=self.passed and not made.worse)
 
 
 @dataclass(frozen=True, eq=False)

@@ -56,7 +56,14 @@ def calibrate(
             metavar="MODE/STEP", help=f"Mode and step to measure with --verify (default: each of {', '.join(JUDGED)})."
         ),
     ] = None,
+<<<<<<< HEAD
     tokens: Annotated[int, typer.Option(min=_FEWEST_TOKENS, help="Maximum number of tokens to calibrate on.")] = 32_768,
+=======
+    tasks: Annotated[
+        int, typer.Option(metavar="ITEMS", min=0, help="With --verify: items of each task of `kvloom eval` to score.")
+    ] = 0,
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to calibrate on.")] = 32_768,
+>>>>>>> h-evalh
     device: Annotated[str, typer.Option(help="Device that runs the model, such as cuda.")] = "cpu",
     max_kl: Annotated[float, typer.Option(min=0, help="Maximum change of predictions, in nats a token.")] = 1e-3,
     max_dnll: Annotated[
@@ -79,6 +86,13 @@ def calibrate(
         raise KVLoomError(
             f"calibrating needs transformers ({error}): {pip_install('kvloom-serde-cachegen', 'calibrate')}"
         ) from None
+    if tasks == 1 or (tasks and not verify):
+        raise typer.BadParameter("two or more, and with --verify", param_hint="--tasks")
+    if tasks:
+        try:
+            import kvloom_eval  # noqa: F401
+        except ImportError as error:
+            raise KVLoomError(f"--tasks needs kvloom-eval ({error}): {pip_install('kvloom-eval')}") from None
     from kvloom_serde_cachegen.calibration.calibrating import Limits
 
     if not Path(model).is_dir() and (model.startswith((".", "/", "~")) or model.count("/") > 1):
@@ -96,7 +110,7 @@ def calibrate(
         raise typer.BadParameter(f"{out.parent} cannot be written to; name another file", param_hint="--out")
     wanted = _Wanted(
         model, name, [*text, *(more or ())], out, tokens, device, klt,
-        _codecs(codec, klt=klt) if verify else [], Limits(max_kl, max_dnll, min_top1), as_json,
+        _codecs(codec, klt=klt) if verify else [], Limits(max_kl, max_dnll, min_top1), tasks, as_json,
     )  # fmt: skip
     try:
         _calibrate(wanted)
@@ -119,6 +133,8 @@ class _Wanted:
     codecs: Sequence[str]
     """To be judged."""
     limits: Limits
+    tasks: int
+    """Number of items of each task."""
     as_json: bool
 
 
@@ -158,7 +174,7 @@ def _calibrate(wanted: _Wanted) -> None:
         profile, spec = calibrated(model, windows, name=wanted.name, klt=wanted.klt, step=step)
     profile.save(wanted.out)
     saved = saved_per_token(model, windows[0], wanted.out, spec) if wanted.klt else None
-    verdicts = _verify(model, held_out, profile, spec, wanted) if wanted.codecs else {}
+    verdicts = _verify(model, tokenizer, held_out, profile, spec, wanted) if wanted.codecs else {}
     size = wanted.out.stat().st_size
     if wanted.as_json:
         print(json.dumps({
@@ -175,7 +191,7 @@ def _calibrate(wanted: _Wanted) -> None:
 
 
 def _verify(
-    model: PreTrainedModel, windows: torch.Tensor, profile: Profile, spec: KVSpec, wanted: _Wanted
+    model: PreTrainedModel, tokenizer: Any, windows: torch.Tensor, profile: Profile, spec: KVSpec, wanted: _Wanted
 ) -> Mapping[str, Verdict]:
     """Measure the codecs, write the verdicts into the profile, and return them."""
     from kvloom_serde_cachegen import measuring
@@ -184,6 +200,12 @@ def _verify(
     codecs = {codec: measuring.through(serializer(codec, wanted.out, spec)) for codec in wanted.codecs}
     with _progress("verifying", len(windows)) as step:
         verdicts = judged(model, windows, codecs, wanted.limits, dtype=spec.torch_dtype, step=step)
+    if wanted.tasks:
+        from kvloom_eval import TASKS, judge
+
+        with _progress("scoring", len(TASKS) * wanted.tasks) as step:
+            scores = judge(model, tokenizer, codecs, items=wanted.tasks, dtype=spec.torch_dtype, step=step)
+        verdicts = {name: verdict.with_scores(scores[name]) for name, verdict in verdicts.items()}
     replace(profile, verdicts=verdicts).save(wanted.out)
     return verdicts
 
@@ -210,14 +232,24 @@ def _print(verdicts: Mapping[str, Verdict]) -> None:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD)
-    for column in ("codec", "bits", "KL", "dNLL", "top-1", "verdict"):
+    scored = any(verdict.scores for verdict in verdicts.values())
+    for column in ("codec", "bits", "KL", "dNLL", "top-1", *(["tasks", "exact"] if scored else []), "verdict"):
         table.add_column(column, justify="left" if column in ("codec", "verdict") else "right", no_wrap=True)
     for name, verdict in verdicts.items():
+        means = [
+            f"{sum(score[which] for score in verdict.scores.values()) / len(verdict.scores):.1%}"
+            for which in ("codec", "exact")
+            if verdict.scores
+        ]
         table.add_row(
             name, f"{verdict.bits_per_value:.2f}", f"{verdict.kl:.2g} ± {verdict.kl_error:.1g}", f"{verdict.dnll:+.2g}",
-            f"{verdict.top1:.2%}", "passed" if verdict.passed else "failed",
+            f"{verdict.top1:.2%}", *means, "passed" if verdict.passed else "failed",
         )  # fmt: skip
-    Console(markup=False, highlight=False).print(table)
+    screen = Console(markup=False, highlight=False)
+    screen.print(table)
+    for name, verdict in verdicts.items():
+        if verdict.worse:
+            screen.print(f"{name} costs answers in {', '.join(verdict.worse)}", soft_wrap=True)
 
 
 @contextmanager

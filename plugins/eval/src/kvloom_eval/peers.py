@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import zstandard
 
-from kvloom_serde_cachegen.measuring import Codec
+from kvloom_serde_cachegen import measuring
+
+Codec = measuring.Codec
 
 FP8_MAX = 448.0
 LMCACHE_SYMBOLS = 32
@@ -19,6 +20,7 @@ def raw(kv: torch.Tensor, start: int) -> tuple[torch.Tensor, int]:
 
 def zstd(level: int, *, planes: bool) -> Codec:
     """planes: upper and lower bytes apart."""
+    import zstandard
 
     def codec(kv: torch.Tensor, start: int) -> tuple[torch.Tensor, int]:
         data = kv.contiguous().view(torch.uint8).numpy()
@@ -71,13 +73,16 @@ def int4(head_size: int) -> Codec:
 
 
 def kivi(bits: int, group: int = 32) -> Codec:
-    """K in groups of a channel's tokens, V in groups of a token's channels; without the recent tokens that KIVI keeps
-    as they are."""
+    """K in groups of a channel's tokens, V in groups of a token's channels. Of KIVI's recent tokens, which stay as they
+    are, only K of those that fill no group."""
 
     def codec(kv: torch.Tensor, start: int) -> tuple[torch.Tensor, int]:
-        k, k_size = _asymmetric(kv[0].float().unflatten(1, (-1, group)), 2, bits)
+        whole = kv.shape[2] // group * group
+        rest = kv[0, :, whole:]
+        k, k_size = _asymmetric(kv[0, :, :whole].float().unflatten(1, (-1, group)), 2, bits)
         v, v_size = _asymmetric(kv[1].float().unflatten(2, (-1, group)), -1, bits)
-        return torch.stack([k.flatten(1, 2), v.flatten(2)]).to(kv.dtype), k_size + v_size
+        keys = torch.cat([k.flatten(1, 2).to(kv.dtype), rest], dim=1)
+        return torch.stack([keys, v.flatten(2).to(kv.dtype)]), k_size + v_size + rest.numel() * kv.element_size()
 
     return codec
 

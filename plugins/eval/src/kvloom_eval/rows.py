@@ -1,0 +1,64 @@
+"""Results of items, in a file of JSON lines to which a run adds, so that an interrupted one goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvloom import KVLoomError
+
+Row = Mapping[str, Any]
+
+
+class Rows:
+    """The rows of one model and one set of items. Each is of an item, `needle/1024/3`, by a codec or executor."""
+
+    def __init__(self, file: Path, about: Mapping[str, Any]) -> None:
+        """about: what rows depend on besides their names. Raises KVLoomError if the file's is another, or if it is no
+        file of rows."""
+        self.file = file
+        self._rows: dict[tuple[str, str], Row] = {}
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps({"about": about}) + "\n", encoding="utf-8")
+            return
+        lines = file.read_text(encoding="utf-8").split("\n")
+        try:
+            theirs = json.loads(lines[0])["about"]
+            for line in lines[1:-1]:
+                self._keep(json.loads(line))
+        except (ValueError, KeyError, TypeError):
+            raise KVLoomError(f"{file} is no file of rows; name another folder with --out") from None
+        for name in dict.fromkeys([*about, *theirs]):
+            if theirs.get(name) != about.get(name):
+                raise KVLoomError(
+                    f"{file} is of another run: {name} was {theirs.get(name)!r} and is {about.get(name)!r}; name "
+                    "another folder with --out"
+                )
+        if lines[-1]:  # a row that was cut off
+            file.write_text("\n".join(lines[:-1]) + "\n", encoding="utf-8")
+
+    def __contains__(self, key: tuple[str, str]) -> bool:
+        return key in self._rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        """Keep the rows of an item, in the file too."""
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+        for row in rows:
+            self._keep(row)
+
+    def of(self, by: str, task: str) -> Iterator[tuple[str, Row]]:
+        """Items and rows of a task, `needle/1024`, by a codec or executor, in the order of their numbers."""
+        found = [
+            (item, row) for (item, one), row in self._rows.items() if one == by and item.rpartition("/")[0] == task
+        ]
+        yield from sorted(found, key=lambda pair: int(pair[0].rpartition("/")[2]))
+
+    def _keep(self, row: Row) -> None:
+        self._rows[row["item"], row["by"]] = row

@@ -1,0 +1,110 @@
+"""`kvloom eval` from the command line, on a small random model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from kvloom import KVLoomError
+from kvloom_eval import running, statistics
+from kvloom_eval.command import evaluate
+
+
+def call(*words: object) -> Result:
+    app = typer.Typer()
+    app.command()(evaluate)
+    return CliRunner().invoke(app, list(map(str, words)))
+
+
+def small(folder: Path, out: Path, *more: object) -> Result:
+    return call(folder, "--plain", "--context", 600, "--items", 2, "--out", out, *more)
+
+
+def refused(*words: object) -> str:
+    result = call(*words)
+    assert isinstance(result.exception, KVLoomError), result.output
+    return str(result.exception)
+
+
+@pytest.fixture
+def able(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small model counts as able to do the tasks, which a random one is not."""
+    monkeypatch.setattr(statistics, "dropped", lambda exact, without, chance: "")
+
+
+def test_what_a_model_cannot_do_is_left_out_with_the_reason(folder: Path, tmp_path: Path) -> None:
+    result = small(folder, tmp_path, "--tasks", "key-value,recall", "--codec", "int8", "--json")
+    made = json.loads(result.stdout)["codecs"]
+    assert [each["name"] for each in made["tasks"]] == ["key-value/600", "recall/600"]
+    page = (tmp_path / "results.md").read_text()
+    for each in made["tasks"]:
+        assert "is not above chance" in each["dropped"] or "is not below exact" in each["dropped"]
+        assert f"no: {each['dropped']}" in page
+    assert "int8" not in (tmp_path / "rows.jsonl").read_text(), "no time is spent on it"
+
+
+@pytest.mark.usefixtures("able")
+def test_codecs_and_executors_are_measured_once(folder: Path, tmp_path: Path) -> None:
+    words = ("--tasks", "multi-needle,recall,text", "--codec", "int8,small", "--blend", "none,epic/0.2", "--json")
+    result = small(folder, tmp_path, *words)
+    assert result.exit_code == 0, result.exception or result.output
+    made = json.loads(result.stdout)
+    scores = {each["name"]: each for each in made["codecs"]["scores"]}
+    assert set(scores) == {"exact", "int8", "small", "no context"}
+    assert 8 < scores["int8"]["bits"] < 9 and scores["small"]["bits"] < 8
+    assert 0 < scores["int8"]["text"]["kl"] < scores["small"]["text"]["kl"] < scores["no context"]["text"]["kl"]
+    blended = {each["name"]: each for each in made["blending"]["scores"]}
+    assert blended["none"]["share"] < blended["epic/0.2"]["share"] < blended["full prefill"]["share"] == 1
+    assert [each["name"] for each in made["blending"]["tasks"]] == ["multi-needle/600"], "a conversation has no parts"
+    assert set(scores["int8"]["tasks"]) == {"multi-needle/600", "recall/600"}
+    assert set(blended["none"]["tasks"]) == {"multi-needle/600"} and blended["none"]["seconds"] > 0
+    rows = (tmp_path / "rows.jsonl").read_bytes()
+    again = small(folder, tmp_path, *words)
+    assert again.exit_code == 0 and (tmp_path / "rows.jsonl").read_bytes() == rows
+    assert json.loads(again.stdout) == made
+
+
+@pytest.mark.usefixtures("able")
+def test_an_interrupted_run_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--tasks", "needle,recall", "--codec", "int4")
+    assert small(folder, tmp_path / "whole", *words).exit_code == 0
+    calls = 0
+    through = running.through_chunks
+
+    def interrupted(*args: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return through(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(running, "through_chunks", interrupted)
+    stopped = small(folder, tmp_path / "parts", *words)
+    assert stopped.exit_code == 130 and "the same command goes on" in stopped.output
+    assert "| int4 |" in (tmp_path / "parts" / "results.md").read_text()
+    assert small(folder, tmp_path / "parts", *words).exit_code == 0
+    assert calls == 5, "two items were not measured again"
+    whole, parts = ((tmp_path / each / "rows.jsonl").read_text() for each in ("whole", "parts"))
+    assert sorted(whole.splitlines()) == sorted(parts.splitlines())
+
+
+def test_what_cannot_be_measured_is_refused(folder: Path, tmp_path: Path) -> None:
+    assert "no chat template" in refused(folder, "--out", tmp_path)
+    assert "the model takes 1,024; give at most 768" in refused(folder, "--plain", "--context", 900, "--out", tmp_path)
+    assert "no task 'nedle'; there are text, needle" in refused(folder, "--tasks", "nedle")
+    assert "no codec 'int3'; name a level (high, default, small)" in refused(folder, "--codec", "int3")
+    assert "no codec 'step/9'" in refused(folder, "--codec", "step/9")
+    assert "there is no directory" in refused(tmp_path / "nothing")
+    few = refused(
+        folder, "--plain", "--context", 200, "--tasks", "multi-document", "--codec", "int8", "--out", tmp_path
+    )
+    assert "the facts of multi-document take" in few and "give more" in few
+    wrong = refused(folder, "--plain", "--context", 600, "--blend", "magic", "--out", tmp_path)
+    assert "--blend magic" in wrong and "epic" in wrong
+    assert small(folder, tmp_path / "one", "--tasks", "text", "--codec", "int8").exit_code == 0
+    other = refused(folder, "--plain", "--context", 600, "--seed", 1, "--codec", "int8", "--out", tmp_path / "one")
+    assert "seed was 0 and is 1" in other

@@ -1,0 +1,46 @@
+"""Rows of an interrupted run are used again; those of another run are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvloom import KVLoomError
+from kvloom_eval.rows import Rows
+
+ABOUT = {"model": "small", "seed": 0}
+
+
+def row(number: int, by: str = "exact") -> dict[str, object]:
+    return {"item": f"needle/512/{number}", "by": by, "right": [number]}
+
+
+def test_rows_come_back(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    Rows(file, ABOUT).add([row(10), row(2), row(2, "int4")])
+    again = Rows(file, ABOUT)
+    assert [item for item, _ in again.of("exact", "needle/512")] == ["needle/512/2", "needle/512/10"]
+    assert ("needle/512/2", "int4") in again and ("needle/512/10", "int4") not in again
+
+
+def test_a_row_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    Rows(file, ABOUT).add([row(1), row(2)])
+    file.write_text(file.read_text()[:-10])
+    again = Rows(file, ABOUT)
+    assert len(again) == 1
+    again.add([row(2)])
+    assert len(Rows(file, ABOUT)) == 2
+
+
+def test_rows_of_another_run_are_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    Rows(file, ABOUT).add([row(1)])
+    before = file.read_bytes()
+    with pytest.raises(KVLoomError, match=r"seed was 0 and is 1.*--out"):
+        Rows(file, {**ABOUT, "seed": 1})
+    assert file.read_bytes() == before
+    file.write_text("something else\n")
+    with pytest.raises(KVLoomError, match="no file of rows"):
+        Rows(file, ABOUT)
