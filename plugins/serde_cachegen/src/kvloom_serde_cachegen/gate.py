@@ -46,20 +46,13 @@ def check(profile: Profile | None, spec: KVSpec, codec: str) -> None:
         known = one_line(", ".join(sorted(profile.verdicts)) or "none")
         raise ValueError(f"the profile has no verdict on {codec}; use one that it has ({known}), {_MEASURE}, {_OR_NOT}")
     if not verdict.passed:
-<<<<<<< HEAD
         limits = one_line(", ".join(f"{name} {limit:g}" for name, limit in sorted(verdict.limits.items())))
-        raise ValueError(
-            f"{codec} failed on {one_line(profile.model)}: KL {verdict.kl:.2g}, dNLL {verdict.dnll:+.2g}, top-1 "
-            f"{verdict.top1:.2%}, where the limits were {limits}; take a smaller step, {_OR_NOT}"
-=======
-        limits = ", ".join(f"{name} {limit:g}" for name, limit in sorted(verdict.limits.items()))
         tasks = "".join(
-            f"; {task} {verdict.scores[task]['codec']:.1%} of right answers, {verdict.scores[task]['exact']:.1%} with "
-            "exact KV"
+            f"; {one_line(task)} {verdict.scores[task]['codec']:.1%} of right answers, "
+            f"{verdict.scores[task]['exact']:.1%} with exact KV"
             for task in verdict.worse
         )
         raise ValueError(
-            f"{codec} failed on {profile.model}: KL {verdict.kl:.2g}, dNLL {verdict.dnll:+.2g}, top-1 "
+            f"{codec} failed on {one_line(profile.model)}: KL {verdict.kl:.2g}, dNLL {verdict.dnll:+.2g}, top-1 "
             f"{verdict.top1:.2%}, where the limits were {limits}{tasks}; take a smaller step, {_OR_NOT}"
->>>>>>> h-evalh
         )

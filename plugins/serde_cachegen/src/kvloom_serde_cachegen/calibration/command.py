@@ -56,14 +56,10 @@ def calibrate(
             metavar="MODE/STEP", help=f"Mode and step to measure with --verify (default: each of {', '.join(JUDGED)})."
         ),
     ] = None,
-<<<<<<< HEAD
-    tokens: Annotated[int, typer.Option(min=_FEWEST_TOKENS, help="Maximum number of tokens to calibrate on.")] = 32_768,
-=======
     tasks: Annotated[
         int, typer.Option(metavar="ITEMS", min=0, help="With --verify: items of each task of `kvloom eval` to score.")
     ] = 0,
-    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to calibrate on.")] = 32_768,
->>>>>>> h-evalh
+    tokens: Annotated[int, typer.Option(min=_FEWEST_TOKENS, help="Maximum number of tokens to calibrate on.")] = 32_768,
     device: Annotated[str, typer.Option(help="Device that runs the model, such as cuda.")] = "cpu",
     max_kl: Annotated[float, typer.Option(min=0, help="Maximum change of predictions, in nats a token.")] = 1e-3,
     max_dnll: Annotated[
