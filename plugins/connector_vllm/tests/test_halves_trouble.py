@@ -67,7 +67,7 @@ def test_what_was_planned_before_a_failure_was_known_is_not_saved(pretended: Any
     two.settle()
     assert two.failed, "the engine is told"
     three = pretended(tiers=[disk(tmp_path)])
-    segments = three.workers[0]._parts[0].names.segments(one_chunks(three, request.tokens))
+    segments = three.workers[0]._parts[0][0].names.segments(one_chunks(three, request.tokens))
     assert len(segments) == 4 and three.index.locate(segments) == [None] * 4
 
 

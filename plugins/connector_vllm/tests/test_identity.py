@@ -291,7 +291,6 @@ def test_states_that_are_replayed_or_taken_apart_are_refused(model: Path) -> Non
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2"),
     ({"decode_context_parallel_size": 2}, "decode_context_parallel_size 2"),
     ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size 2"),
 ])  # fmt: skip

@@ -1,7 +1,8 @@
 """One process of vLLM that does what a script says, and writes down what came out: `python drive.py SCRIPT OUT`.
 
 The script, in JSON: `llm`, arguments of vllm.LLM; `kv`, those of KVTransferConfig or null; `do`, a list of actions,
-each a mapping from one of the names of `_Driver`'s methods to its arguments.
+each a mapping from one of the names of `_Driver`'s methods to its arguments. Or `footprint`: a model and a
+configuration, whose groups are written down.
 """
 
 from __future__ import annotations
@@ -102,6 +103,25 @@ class _Driver:
             self._engine.step()
         return {"waiting": waiting, "left": len(self._scheduler.requests)}
 
+    def streams(self, prompts: list[list[int]], max_tokens: int, aborted: dict[str, int]) -> Any:
+        """Greedy tokens of all prompts at once; None of those that are aborted, by number, after so many tokens."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        for number, prompt in enumerate(prompts):
+            self._engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+        found: dict[str, Any] = dict.fromkeys(map(str, range(len(prompts))))
+        left = dict(aborted)
+        while self._engine.has_unfinished_requests():
+            for one in self._engine.step():
+                tokens = list(one.outputs[0].token_ids)
+                if len(tokens) >= left.get(one.request_id, max_tokens + 1):
+                    del left[one.request_id]
+                    self._engine.abort_request([one.request_id])
+                elif one.finished:
+                    found[one.request_id] = tokens
+        return list(found.values())
+
     def usage(self) -> Any:
         """The part of the engine's KV memory that is in use."""
         return self._scheduler.kv_cache_manager.usage
@@ -131,6 +151,12 @@ class _Driver:
 
 def main(arguments: list[str]) -> None:
     script = json.loads(Path(arguments[0]).read_text())
+    if "footprint" in script:
+        from kvloom_connector_vllm.adapter import footprint
+
+        model, config, dtype = script["footprint"]
+        footprint.main([model, config, arguments[1], dtype])
+        return
     driver = _Driver(script)
     said = [getattr(driver, name)(**arguments) for action in script["do"] for name, arguments in action.items()]
     driver.close()

@@ -30,10 +30,12 @@ class Settings:
     connector: type[VLLMConnector]
     by_layer: bool = False
     """A step computes a layer while the next ones are being loaded."""
+    shards: int = 0
+    """See `identify_groups`."""
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], *, ranks: int) -> Settings:
-        """Raises ConfigError, with the path of what cannot work and what to do."""
+        """Raises ConfigError, with the path of what cannot work and what to do. ranks: of all stages together."""
         where = "kv_connector_extra_config"
         unknown = sorted(set(extra) - _EXTRA)
         if unknown:
@@ -59,7 +61,14 @@ class Settings:
             raise ConfigError("tokens", "vLLM's own block hashes name the chunks; remove this block")
         if config.blend is not None:
             raise ConfigError("blend", "vLLM only reuses KV of prefixes; remove this block")
-        return cls(config, asynchronous, _TYPES.get(word, VLLMConnector), by_layer)
+        kind = _TYPES.get(word, VLLMConnector)
+        shards = config.connector.settings.get("shards", 0)
+        if shards and kind is VLLMConnector:
+            text = "opaque pages are only of use to as many ranks; write {type: vllm_blob, ...}"
+            raise ConfigError("connector.shards", text)
+        if isinstance(shards, bool) or not isinstance(shards, int) or shards < 0:
+            raise ConfigError("connector.shards", f"expected a number of parts, got {shards!r}")
+        return cls(config, asynchronous, kind, by_layer, shards)
 
     @property
     def pages(self) -> bool:
@@ -69,7 +78,8 @@ class Settings:
     def opened(self, geometry: Geometry) -> EngineConfig:
         """The configuration of an engine whose pages look like that. ConfigError if its chunks are no whole blocks."""
         self._whole(geometry.block_tokens)
-        block = type(self.engine.connector)(type=self.connector.type, geometry=geometry.model_dump())
+        settings = {**self.engine.connector.settings, "geometry": geometry.model_dump()}
+        block = type(self.engine.connector)(type=self.connector.type, **settings)
         return self.engine.model_copy(update={"connector": block})
 
     def groups(self, identities: Sequence[Identity]) -> tuple[Group, ...]:

@@ -46,6 +46,13 @@ def check_version() -> None:
         warnings.warn(f"kvloom is tested with vLLM from {low} to below {high}, not {vllm.__version__}", stacklevel=2)
 
 
+def place() -> tuple[int, int]:
+    """The stage of a pipeline that this worker is in, and its rank there."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+
+    return int(get_pp_group().rank_in_group), int(get_tensor_model_parallel_rank())
+
+
 def written_first(config: Any, kv_cache_config: Any) -> bool:
     """Return whether vLLM writes to the blocks that a step gives away before it tells the worker's half of the step.
 
