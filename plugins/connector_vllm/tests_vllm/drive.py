@@ -19,6 +19,8 @@ class _Driver:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
+        if script["llm"].get("pipeline_parallel_size", 1) > 1:
+            _make_room_between_stages()
         kv = script.get("kv")
         more = {"kv_transfer_config": KVTransferConfig(**kv)} if kv else {}
         self.llm = LLM(**script["llm"], **more)
@@ -147,6 +149,23 @@ class _Driver:
 
     def close(self) -> Any:
         self._engine.engine_core.shutdown()
+
+
+def _make_room_between_stages() -> None:
+    """Without torch.compile, vLLM's runner for processors forgets to allocate what a stage receives."""
+    from vllm.distributed import get_pp_group
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    load = CPUModelRunner.load_model
+
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        load(self, *args, **kwargs)
+        if not get_pp_group().is_first_rank:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+
+    CPUModelRunner.load_model = load_model
 
 
 def main(arguments: list[str]) -> None:
