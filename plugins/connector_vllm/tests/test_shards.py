@@ -85,7 +85,7 @@ def blobs(folder: Path) -> list[Path]:
     return sorted(path for path in (folder / "kv").rglob("[0-9]*-*") if path.is_file())
 
 
-@pytest.mark.parametrize("layouts", [("heads first", "tokens first"), ("random", "heads first"), ("tokens first", "random")])
+@pytest.mark.parametrize("layouts", [("heads first", "tokens first"), ("random", "heads first")])
 @pytest.mark.parametrize("ranks", [(2, 1), (2, 4), (1, 4), (4, 2), (1, 8), (8, 2)])
 def test_what_some_ranks_stored_others_load(
     sharded: Callable[..., Sharded], tmp_path: Path, ranks: tuple[int, int], layouts: tuple[str, str]

@@ -46,8 +46,9 @@ def serving(model: Path, config: Path, log: Path, role: str = "kv_both", more: S
     ]  # fmt: skip
     with log.open("w") as out:
         server = subprocess.Popen(
-            command, env=environment(VLLM_CPU_OMP_THREADS_BIND="nobind"), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
+            command, env=environment(VLLM_CPU_OMP_THREADS_BIND="nobind"), stdout=out, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
     try:
         address = f"http://127.0.0.1:{port}"
         until = time.monotonic() + 300

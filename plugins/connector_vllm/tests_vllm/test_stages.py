@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Run, faulty, memory, tokens
+from conftest import Run, tokens
 from test_prefixes import FOUND, PROMPTS, same
 from test_windows import generate
 

@@ -464,4 +464,5 @@ def test_what_vllm_does_not_take_is_said(vllm: Path, model: str, more: tuple[obj
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_without_vllm_it_says_so(config: Path) -> None:
-    assert "kvloom: --vllm: vllm is not installed here; pip install it" in run("plan", config, "--vllm", "x", status=2).err
+    told = run("plan", config, "--vllm", "x", status=2).err
+    assert "kvloom: --vllm: vllm is not installed here; pip install it" in told

@@ -50,7 +50,7 @@ class Part:
 class _Transfer:
     """A load or save that was ordered, of one part of a group."""
 
-    __slots__ = ("_beginning", "cancelled", "failed", "layers", "move", "over", "part", "segments", "task")
+    __slots__ = ("_beginning", "cancelled", "cut_off", "failed", "layers", "move", "over", "part", "segments", "task")
 
     def __init__(self, move: Move, part: Part) -> None:
         self.move = move
@@ -62,6 +62,8 @@ class _Transfer:
         """Set for a load during which the step computes."""
         self.over = Event()
         self.cancelled = False
+        self.cut_off = False
+        """It was cancelled, and its request still needs it."""
         self.failed = False
         """It could not begin."""
         self._beginning = Lock()
@@ -298,11 +300,17 @@ class Worker:
         for save in self._saving():
             save.cancel()
 
+    def end_transfers(self) -> None:
+        """Once this has returned, nothing reads or writes the engine's KV. Loads that are cut off have failed."""
+        self.end_saves()
+        for load in (load for loads in self._loads.values() for load in loads if not load.over.is_set()):
+            load.cut_off = True
+            load.cancel()
+
     def close(self) -> None:
         """Cancel work under way and write accepted chunks. Idempotent."""
         self._end_step()
-        for load in (load for loads in self._loads.values() for load in loads):
-            load.cancel()
+        self.end_transfers()
         self._calls.shutdown()
         self._engine.close()
 
@@ -412,9 +420,11 @@ class Worker:
                 self._failed_blocks |= missing
 
     def _missing(self, load: _Transfer) -> set[int]:
+        move, mask = load.move, None
+        if load.cut_off:
+            return set(move.blocks) - {-1}
         if load.cancelled or (load.task is None and not load.failed):
             return set()
-        move, mask = load.move, None
         try:
             mask = None if load.task is None else load.task.result().tolist()
         except Exception as error:  # whatever it was, the engine computes these blocks itself

@@ -266,6 +266,18 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 orders = orders_of_parts(order, identity)
             self._worker.attach(pages, orders=orders, group=group)
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """The engine is about to sleep (since 0.33): nothing reads its KV any more. Memory and tiers keep theirs."""
+        assert self._worker is not None
+        self._worker.end_transfers()
+
+    def restore_kv_caches(self) -> None:
+        """The engine is awake: its tensors are where they were, and vLLM does not use what they held."""
+
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert self._worker is not None and isinstance(kv_connector_metadata, Metadata)
         self._worker.fence(kv_connector_metadata.orders)

@@ -21,6 +21,7 @@ from kvloom import ConfigError
 from ..configured import Settings
 from ..identity import Identity, identify_groups
 from ..plan import Group
+from . import platform
 
 _MEMORY_BYTES = 1 << 46
 """The engine's memory for KV, of which nothing is allocated: enough for one sequence of any model."""
@@ -84,7 +85,7 @@ def _divided(model: str, file: str, dtype: str | None) -> tuple[Any, Any]:
         runner: Any = SimpleNamespace(vllm_config=config, shared_kv_cache_layers={})
         specs = GPUModelRunner.get_kv_cache_spec(runner)
         resolve_kv_cache_layout(config, [WorkerBase.get_supported_kv_cache_layouts(runner)], specs.values())
-        (one,) = kv_cache_utils.get_kv_cache_configs(config, [specs], [_MEMORY_BYTES])
+        (one,) = platform.planning().get_kv_cache_configs(config, [specs], [_MEMORY_BYTES])
         _, one.hash_block_size = kv_cache_utils.resolve_kv_cache_block_sizes(one, config)
     return config, one
 

@@ -9,7 +9,7 @@ import torch
 import vllm
 from vllm.platforms import current_platform
 
-TESTED = ((0, 32), (0, 33))
+TESTED = ((0, 32), (0, 34))
 """At least, and below: the versions that the tests run with."""
 
 
@@ -44,6 +44,15 @@ def check_version() -> None:
     if not TESTED[0] <= version < TESTED[1]:
         low, high = (".".join(map(str, one)) for one in TESTED)
         warnings.warn(f"kvloom is tested with vLLM from {low} to below {high}, not {vllm.__version__}", stacklevel=2)
+
+
+def planning() -> Any:
+    """vLLM's module that divides layers into groups of KV cache; another one since 0.33."""
+    try:
+        from vllm.v1.core import kv_cache_planning as found
+    except ImportError:
+        from vllm.v1.core import kv_cache_utils as found
+    return found
 
 
 def place() -> tuple[int, int]:

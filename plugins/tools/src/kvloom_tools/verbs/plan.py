@@ -72,7 +72,7 @@ def add(commands: typer.Typer) -> None:
         ] = None,
         vllm: Annotated[
             str | None,
-            typer.Option(metavar="MODEL", help="A model as vLLM takes it: its KV by group, as vLLM divides its layers."),
+            typer.Option(metavar="MODEL", help="A model as vLLM takes it: bytes by group of its layers."),
         ] = None,
         layers: Annotated[int | None, typer.Option(min=1, help="Layers that have KV.")] = None,
         kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V.")] = None,
