@@ -44,12 +44,14 @@ def order_in(layout: str, heads: int) -> torch.Tensor:
 class Sharded(Pretended):
     """An engine whose KV of a head is the same whatever rank has it."""
 
-    def __init__(self, folder: Path, *, ranks: int, shards: int, layout: str, tiers: Sequence[Any]) -> None:
+    def __init__(
+        self, folder: Path, *, ranks: int, shards: int, layout: str, tiers: Sequence[Any], by_layer: bool = False
+    ) -> None:
         self.ranks, self.here = ranks, max(1, HEADS // ranks)
         self.order = order_in(layout, self.here)
         extra = {"config": {
             "chunk_tokens": 2 * BLOCK, "tiers": list(tiers), "connector": {"type": "vllm_blob", "shards": shards},
-        }}  # fmt: skip
+        }, "async_load": not by_layer, "by_layer": by_layer}  # fmt: skip
         settings = Settings.read(extra, ranks=ranks)
         identities = [identity(folder / "model", ranks, settings.shards, rank) for rank in range(ranks)]
         self.orders = orders_of_parts(self.order, identities[0])
@@ -85,17 +87,32 @@ def blobs(folder: Path) -> list[Path]:
     return sorted(path for path in (folder / "kv").rglob("[0-9]*-*") if path.is_file())
 
 
-@pytest.mark.parametrize("layouts", [("heads first", "tokens first"), ("random", "heads first")])
-@pytest.mark.parametrize("ranks", [(2, 1), (2, 4), (1, 4), (4, 2), (1, 8), (8, 2)])
+@pytest.mark.parametrize("layouts", [("heads first", "tokens first"), ("random", "random")])
+@pytest.mark.parametrize(("ranks", "shards"), [
+    ((2, 1), 4), ((2, 4), 4), ((1, 4), 4), ((4, 2), 4), ((1, 8), 4), ((8, 2), 4), ((2, 1), 2), ((1, 2), 2),
+])  # fmt: skip
 def test_what_some_ranks_stored_others_load(
-    sharded: Callable[..., Sharded], tmp_path: Path, ranks: tuple[int, int], layouts: tuple[str, str]
+    sharded: Callable[..., Sharded], tmp_path: Path, ranks: tuple[int, int], shards: int, layouts: tuple[str, str]
 ) -> None:
-    stored, found = (sharded(count, layout=layout) for count, layout in zip(ranks, layouts, strict=True))
+    stored, found = (sharded(count, shards, layout) for count, layout in zip(ranks, layouts, strict=True))
     assert stored.serve(FakeRequest("a", PROMPT[:]), range(8)) == 0
-    assert len(blobs(tmp_path)) == 3 * HEADS, "each chunk once for each part, whoever holds it"
+    assert len(blobs(tmp_path)) == 3 * shards, "each chunk once for each part, whoever holds it"
     assert found.serve(FakeRequest("b", PROMPT[:]), range(8)) == 24
     assert not found.failed
-    assert len(blobs(tmp_path)) == 3 * HEADS, "and there is nothing to be stored again"
+    assert len(blobs(tmp_path)) == 3 * shards, "and there is nothing to be stored again"
+
+
+def test_all_parts_of_a_layer_are_there_once_it_was_waited_for(sharded: Callable[..., Sharded]) -> None:
+    sharded(2).serve(FakeRequest("a", PROMPT[:]), range(8))
+    one, request, there = sharded(1, by_layer=True), FakeRequest("b", PROMPT[:]), list[bool]()
+
+    def see(layer: int) -> None:
+        view = one.memory[0][layer]
+        there.append(all(torch.equal(view[block], one.page(request, block, layer, 0)) for block in range(6)))
+
+    one.see_layer = see
+    assert one.serve(request, range(8)) == 24
+    assert there[:LAYERS] == [True] * LAYERS
 
 
 def test_memory_has_every_part_of_a_chunk_or_it_is_no_hit(sharded: Callable[..., Sharded]) -> None:

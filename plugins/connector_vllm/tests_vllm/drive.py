@@ -72,6 +72,19 @@ class _Driver:
             for one in outputs
         ]
 
+    def embedded(self, seeds: list[int], length: int, size: int, max_tokens: int = 8) -> Any:
+        """Greedy tokens behind random embeddings in place of a prompt, one for each seed, and how much was found."""
+        import torch
+        from vllm import SamplingParams
+
+        found = []
+        for seed in seeds:
+            prompt = torch.randn(length, size, generator=torch.Generator().manual_seed(seed))
+            sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+            (one,) = self.llm.generate({"prompt_embeds": prompt}, sampling, use_tqdm=False)
+            found.append({"tokens": list(one.outputs[0].token_ids), "cached": one.num_cached_tokens})
+        return found
+
     def chat(self, prompt: list[int], turns: list[list[int]], max_tokens: int = 40) -> Any:
         """Each turn is appended to everything before it, answers included."""
         found, history = [], list(prompt)
