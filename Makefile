@@ -144,6 +144,12 @@ test-vllm: $(VLLM_READY) ## real vLLM on this processor: prefixes, faults, abort
 	cd plugins/connector_vllm/tests_vllm && ../../../$(VLLM)/bin/python -m pytest --confcutdir=../../.. -n $(or $(WORKERS),2) --dist loadfile
 	cd plugins/blend/tests_vllm && ../../../$(VLLM)/bin/python -m pytest --confcutdir=../../.. -n $(or $(WORKERS),2) --dist loadfile
 
+NEXT := build/vllm-next
+
+test-vllm-next: $(VLLM_READY) ## the same with a release of vLLM that has no build for processors, on the kernels of the one that has: NEXT_VERSION=0.33.0
+	sh scripts/vllm_next.sh $(VLLM)/bin/python "$(NEXT_VERSION)" $(NEXT)
+	cd plugins/connector_vllm/tests_vllm && PYTHONPATH=../../../$(NEXT) ../../../$(VLLM)/bin/python -m pytest --confcutdir=../../.. -n $(or $(WORKERS),2) --dist loadfile
+
 test-engines: $(VLLM_READY) ## every mutant and oddity of `kvloom check engine`, on real vLLM (minutes)
 	cd testkit/tests_vllm && ../../$(VLLM)/bin/python -m pytest --confcutdir=../..
 

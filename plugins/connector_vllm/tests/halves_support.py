@@ -12,10 +12,10 @@ import pytest
 import torch
 from vllm_fakes import BLOCK, FakeRequest, kv_cache_config, vllm_config
 
-from kvloom import Engine, MemoryFormat
+from kvloom import Engine
 from kvloom_connector_vllm.announcing import Announcer
 from kvloom_connector_vllm.configured import Settings, has_shared_tier
-from kvloom_connector_vllm.identity import identify
+from kvloom_connector_vllm.identity import Identity, identify
 from kvloom_connector_vllm.names import Names, owner_of
 from kvloom_connector_vllm.plan import Group, Owner, Scheduled
 from kvloom_connector_vllm.planner import Planner
@@ -30,6 +30,9 @@ LAYERS = 3
 class Pretended:
     """An engine of `ranks` ranks whose KV of a token is a digest of everything up to it, the layer and the rank."""
 
+    orders: Sequence[torch.Tensor] | None = None
+    """See `Worker.attach`."""
+
     def __init__(
         self, folder: Path, *, tiers: Sequence[Any], ranks: int = 1, asynchronous: bool = True, by_layer: bool = False,
         written_first: bool = False, **config: Any,
@@ -41,11 +44,19 @@ class Pretended:
             "config": {"chunk_tokens": 2 * BLOCK, "tiers": list(tiers), **config},
             "async_load": asynchronous, "by_layer": by_layer,
         }  # fmt: skip
-        settings = Settings.read(extra, ranks=ranks)
-        opened = settings.opened(identities[0].geometry)
+        self._open(Settings.read(extra, ranks=ranks), identities, written_first=written_first)
+
+    def _open(self, settings: Settings, identities: Sequence[Identity], *, written_first: bool = False) -> None:
+        """identities: of the only group, by rank."""
+        opened, ranks = settings.opened(identities[0].geometry), len(identities)
         chunk = opened.chunk_tokens
-        self.elements = identities[0].geometry.page_elements
-        names = [[Names(one.spec, one.geometry, MemoryFormat.KV_PAGES, chunk_tokens=chunk)] for one in identities]
+        self.elements = identities[0].page_elements
+        format = settings.connector.format
+        specs = [one.of_rank(rank) for rank, one in enumerate(identities)]
+        names = [
+            [[Names(spec, one.geometry, format, chunk_tokens=chunk) for spec in its]]
+            for one, its in zip(identities, specs, strict=True)
+        ]
         planner = Planner(
             [Group(BLOCK, chunk)], hash_tokens=BLOCK, save_generated=opened.save_decode_cache, tails=opened.save_tails
         )
@@ -53,23 +64,25 @@ class Pretended:
         if has_shared_tier(opened):
             self.index = Engine.open(opened, identities[0].spec, role="index")
         announcer = Announcer(chunk_tokens=chunk, hash_tokens=BLOCK)
-        self.scheduler = Scheduler(planner, names, self.index, announcer, asynchronous=asynchronous)
-        self.engines = [Engine.open(opened, one.spec) for one in identities]
+        self.asynchronous = settings.async_load
+        self.scheduler = Scheduler(planner, names, self.index, announcer, asynchronous=self.asynchronous)
+        self.engines = [Engine.open(opened, its[0]) for its in specs]
+        self.parts = [
+            [Part(engine if spec is its[0] else engine.sibling(spec, opened), name, BLOCK)
+             for spec, name in zip(its, called, strict=True)]
+            for engine, its, (called,) in zip(self.engines, specs, names, strict=True)
+        ]  # fmt: skip
         self.workers = [
             Worker(
-                [Part(engine, name, BLOCK)],
-                rank=rank,
-                asynchronous=asynchronous,
-                by_layer=settings.by_layer,
+                [its], rank=rank, asynchronous=self.asynchronous, by_layer=settings.by_layer,
                 written_first=written_first,
             )
-            for rank, (engine, (name,)) in enumerate(zip(self.engines, names, strict=True))
-        ]
+            for rank, its in enumerate(self.parts)
+        ]  # fmt: skip
         self.memory = [[torch.zeros(BLOCKS, self.elements) for _ in range(LAYERS)] for _ in range(ranks)]
         for worker, pages in zip(self.workers, self.memory, strict=True):
-            worker.attach(pages)
-        self.asynchronous = asynchronous
-        self.layers: Sequence[int | None] = range(LAYERS) if by_layer else ()
+            worker.attach(pages, orders=self.orders)
+        self.layers: Sequence[int | None] = range(LAYERS) if settings.by_layer else ()
         """Waited for before a step's computation."""
         self.see_layer: Callable[[int], None] = lambda layer: None
         """Called after each wait."""

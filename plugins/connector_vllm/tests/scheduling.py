@@ -92,13 +92,15 @@ class Simulation:
         )
         blocks = choose.randint(20, 40) * len(self.groups)
         self.workers = [_Worker(blocks) for _ in range(choose.randint(1, 2))]
+        # Stages of a pipeline, the second of which has no layers of some groups.
+        lacking = 1 if choose.random() < 0.3 else None
         self.names = [
             [
-                Names(
+                [] if rank == lacking and number == len(self.groups) - 1 else [Names(
                     KVSpec("simulated", number + 1, 1, 1, "float32", world_size=len(self.workers), rank=rank),
                     Geometry(layers=number + 1, block_tokens=group.block_tokens, page_elements=1),
                     MemoryFormat.KV_PAGES, chunk_tokens=group.chunk_tokens,
-                )
+                )]
                 for number, group in enumerate(self.groups)
             ]
             for rank in range(len(self.workers))
@@ -316,6 +318,8 @@ class Simulation:
         one, memory = self.requests[part.request], self.workers[rank].blocks
         for number, (kind, group, table) in enumerate(zip(self.kinds, self.groups, one.tables, strict=True)):
             size = group.block_tokens
+            if not self.names[rank][number]:
+                continue
             for position in attended(kind, part.computed):
                 value = memory[table[position // size]][position % size]
                 if value is None or value[:2] != (number, one.digest(position)) or value[2] < one.weights:
@@ -326,8 +330,9 @@ class Simulation:
     def _spans(self, rank: int, move: Move) -> Iterator[tuple[ChunkKey, int, int]]:
         """Yield each chunk and piece, with its place in the values of the move's blocks."""
         first = move.first_block * self.groups[move.chunks.group].block_tokens
-        for one in self.names[rank][move.chunks.group].segments(move.chunks):
-            yield one.key, one.start - first, one.end - first
+        for names in self.names[rank][move.chunks.group]:
+            for one in names.segments(move.chunks):
+                yield one.key, one.start - first, one.end - first
 
     def _read(self, rank: int, number: int, *, cancelled: bool = False) -> None:
         worker = self.workers[rank]

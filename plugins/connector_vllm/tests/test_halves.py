@@ -123,7 +123,7 @@ def test_ranks_agree_on_what_is_there(pretended: Any, tmp_path: Path) -> None:
 def test_part_of_a_rank_in_memory_and_part_on_disk_will_do(pretended: Any, tmp_path: Path) -> None:
     one = pretended(tiers=[MEMORY, disk(tmp_path)], ranks=2)
     one.serve(FakeRequest("a", PROMPT[:]), range(8))
-    keys = [segment.key for segment in one.workers[1]._parts[0].names.segments(one_chunks(one, PROMPT))]
+    keys = [segment.key for segment in one.workers[1]._parts[0][0].names.segments(one_chunks(one, PROMPT))]
     one.engines[1].tiers["memory"].remove(keys)
     request = FakeRequest("b", PROMPT[:])
     one.step_until(lambda: one.matched(request) == 24 and one.scheduler.sources["b"] == {"disk": 24})
@@ -263,7 +263,7 @@ def test_routers_are_told_what_came_and_what_left(pretended: Any, tmp_path: Path
         assert [blocks.hashes for blocks in mine] == [tuple(request.block_hashes[at : at + 2]) for at in (0, 2, 4)]
         assert [blocks.parent for blocks in mine] == [None, request.block_hashes[1], request.block_hashes[3]]
         assert [token for blocks in mine for token in blocks.tokens] == PROMPT[:24]
-    keys = [segment.key for segment in one.workers[0]._parts[0].names.segments(one_chunks(one, PROMPT))]
+    keys = [segment.key for segment in one.workers[0]._parts[0][0].names.segments(one_chunks(one, PROMPT))]
     one.engines[0].tiers["memory"].remove(keys[2:])
     told: list[Any] = []
     one.step_until(lambda: bool(told.extend(one.scheduler.announcements()) or told))

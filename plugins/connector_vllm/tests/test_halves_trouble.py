@@ -67,7 +67,7 @@ def test_what_was_planned_before_a_failure_was_known_is_not_saved(pretended: Any
     two.settle()
     assert two.failed, "the engine is told"
     three = pretended(tiers=[disk(tmp_path)])
-    segments = three.workers[0]._parts[0].names.segments(one_chunks(three, request.tokens))
+    segments = three.workers[0]._parts[0][0].names.segments(one_chunks(three, request.tokens))
     assert len(segments) == 4 and three.index.locate(segments) == [None] * 4
 
 
@@ -212,6 +212,29 @@ def test_saves_can_be_ended_before_the_engine_sleeps(pretended: Any, monkeypatch
     one.workers[0].end_saves()
     one.settle()
     assert one.matched(FakeRequest("b", PROMPT[:])) == 0
+
+
+def test_a_load_that_is_cut_off_by_sleep_has_failed(
+    pretended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretended(tiers=[disk(tmp_path)]).serve(FakeRequest("a", PROMPT[:]), range(8))
+    one, began, go_on = pretended(tiers=[disk(tmp_path)]), threading.Event(), threading.Event()
+    fetch = one.engines[0]._stack.loader.fetch
+
+    def late(*args: Any, **kw: Any) -> Any:
+        began.set()
+        assert go_on.wait(20)
+        return fetch(*args, **kw)
+
+    monkeypatch.setattr(one.engines[0]._stack.loader, "fetch", late)
+    request = FakeRequest("b", PROMPT[:])
+    one.scheduler.load(request, [range(8)], one.matched(request))
+    one.step()
+    assert began.wait(20)
+    one.workers[0].end_transfers()
+    go_on.set()
+    assert one.step_until_over() == {"b"}
+    assert one.failed == set(range(6)) and not any(view.any() for view in one.memory[0])
 
 
 def test_the_last_step_is_kept_when_no_other_follows(

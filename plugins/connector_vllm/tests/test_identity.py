@@ -291,13 +291,49 @@ def test_states_that_are_replayed_or_taken_apart_are_refused(model: Path) -> Non
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2"),
     ({"decode_context_parallel_size": 2}, "decode_context_parallel_size 2"),
     ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size 2"),
 ])  # fmt: skip
 def test_parallelism_that_is_not_done_is_refused(model: Path, change: dict[str, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         namespace(vllm_config(str(model), **change))
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "dflash", "medusa", "custom_class"])
+def test_drafts_whose_kv_depends_on_more_than_their_tokens_are_refused(model: Path, method: str) -> None:
+    config = vllm_config(str(model))
+    config.speculative_config = SimpleNamespace(method=method)
+    with pytest.raises(ValueError, match=rf"speculative_config\.method {method}: .*use draft_model, ngram"):
+        namespace(config)
+
+
+def test_a_draft_model_is_part_of_the_name(model: Path, tmp_path: Path) -> None:
+    def named(method: str, weights: bytes = b"draft") -> str:
+        draft = tmp_path / "draft"
+        draft.mkdir(exist_ok=True)
+        (draft / "model.safetensors").write_bytes(weights)
+        config = vllm_config(str(model))
+        other = vllm_config(str(draft)).model_config
+        config.speculative_config = SimpleNamespace(method=method, draft_model_config=other)
+        return namespace(config)
+
+    assert named("ngram") == named("suffix", b"other") == namespace(vllm_config(str(model)))
+    assert len({named("ngram"), named("draft_model"), named("draft_model", b"other")}) == 3
+
+
+def test_stages_that_are_not_told_when_kv_is_there_are_refused(model: Path) -> None:
+    config = vllm_config(str(model), pipeline_parallel_size=2)
+    namespace(config)
+    config.speculative_config = SimpleNamespace(method="ngram")
+    with pytest.raises(ValueError, match="pipeline_parallel_size with speculative_config"):
+        namespace(config)
+
+
+def test_a_stage_that_has_none_of_a_groups_layers_keeps_nothing_of_it(model: Path) -> None:
+    whole = grouped(layer_spec(), windowed())
+    whole.kv_cache_groups[1].layer_names = []
+    full, window = identify_groups(vllm_config(str(model)), whole, rank=0, about=nothing)
+    assert len(full.of_rank(0)) == 1 and window.of_rank(0) == [] and window.layer_names == ()
 
 
 def test_models_that_are_not_done_are_refused(model: Path) -> None:

@@ -124,6 +124,31 @@ class TestBlob(ConnectorConformance):
         return harness
 
 
+class SharedMemory(KnownMemory):
+    """Pages of twice as many heads, of which every other element is another part's."""
+
+    def __init__(self, spec: KVSpec, num_tokens: int) -> None:
+        super().__init__(spec, num_tokens)
+        self._pages = [torch.cat([view, view + 1], 1) for view in self._pages]
+        self._order = self._order * 2
+
+    def surroundings(self) -> bytes:
+        others = [view[:, 1::2].cpu().contiguous().view(torch.uint8).numpy().tobytes() for view in self._pages]
+        return super().surroundings() + b"".join(others)
+
+
+@pytest.mark.usefixtures("by")
+class TestPartOfABlob(ConnectorConformance):
+    @pytest.fixture
+    def make(self) -> Callable[[], ConnectorHarness]:
+        def harness() -> ConnectorHarness:
+            whole = geometry(SPEC)
+            part = whole.model_copy(update={"surrounding_elements": whole.page_elements})
+            return ConnectorHarness(VLLMBlobConnector(VLLMConfig(geometry=part), SPEC), SharedMemory, BLOCK_TOKENS)
+
+        return harness
+
+
 @pytest.mark.parametrize("axes", list(itertools.permutations(range(4))), ids=str)
 @pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
 def test_rows_are_moved_by_their_strides_as_torch_moves_elements(

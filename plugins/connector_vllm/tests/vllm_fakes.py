@@ -86,7 +86,8 @@ def kv_cache_config(layers: int = 3, spec: Any = None, **changes: Any) -> Simple
     return SimpleNamespace(**{**fields, **changes})
 
 
-def vllm_config(model: str = "tiny", **parallel: int) -> SimpleNamespace:
+def vllm_config(model: str = "tiny", *, kv_heads: int = 4, **parallel: int) -> SimpleNamespace:
+    """kv_heads: of all ranks."""
     sizes = {
         "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
@@ -95,6 +96,7 @@ def vllm_config(model: str = "tiny", **parallel: int) -> SimpleNamespace:
         model_config=SimpleNamespace(
             model=model, revision=None, dtype=torch.float32, seed=0, quantization=None,
             hf_config=SimpleNamespace(to_dict=lambda: {"layers": 3}), hf_text_config=None,
+            get_total_num_kv_heads=lambda: kv_heads,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
         load_config=SimpleNamespace(load_format="auto"),

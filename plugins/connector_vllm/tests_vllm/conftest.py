@@ -106,6 +106,16 @@ class Run:
         assert code == 0, printed[-6000:]
         return json.loads(out.read_text())
 
+    def footprint(self, dtype: str = "float32", **config: Any) -> Any:
+        """The model's groups, as `kvloom plan --vllm` asks for them."""
+        yaml, script, out, log = (self._folder / f"{name}-plan" for name in ("kvloom", "script", "out", "log"))
+        whole = {"chunk_tokens": BLOCK, "tiers": [memory(), disk(self._folder)], **config}
+        yaml.write_text(json.dumps(whole))
+        script.write_text(json.dumps({"footprint": [str(self._model), str(yaml), dtype]}))
+        code = self._forked(script, out, log, {}, 200)
+        assert code == 0, log.read_text()[-6000:]
+        return json.loads(out.read_text())
+
     def _forked(self, script: Path, out: Path, log: Path, env: dict[str, str], timeout: float) -> int:
         return self._warm.wait(self._warm.start([str(script), str(out)], env=env, log=log), timeout)
 

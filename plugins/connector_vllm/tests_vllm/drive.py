@@ -1,7 +1,8 @@
 """One process of vLLM that does what a script says, and writes down what came out: `python drive.py SCRIPT OUT`.
 
 The script, in JSON: `llm`, arguments of vllm.LLM; `kv`, those of KVTransferConfig or null; `do`, a list of actions,
-each a mapping from one of the names of `_Driver`'s methods to its arguments.
+each a mapping from one of the names of `_Driver`'s methods to its arguments. Or `footprint`: a model and a
+configuration, whose groups are written down.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ class _Driver:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
+        if script["llm"].get("pipeline_parallel_size", 1) > 1:
+            _make_room_between_stages()
         kv = script.get("kv")
         more = {"kv_transfer_config": KVTransferConfig(**kv)} if kv else {}
         self.llm = LLM(**script["llm"], **more)
@@ -69,6 +72,19 @@ class _Driver:
             for one in outputs
         ]
 
+    def embedded(self, seeds: list[int], length: int, size: int, max_tokens: int = 8) -> Any:
+        """Greedy tokens behind random embeddings in place of a prompt, one for each seed, and how much was found."""
+        import torch
+        from vllm import SamplingParams
+
+        found = []
+        for seed in seeds:
+            prompt = torch.randn(length, size, generator=torch.Generator().manual_seed(seed))
+            sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+            (one,) = self.llm.generate({"prompt_embeds": prompt}, sampling, use_tqdm=False)
+            found.append({"tokens": list(one.outputs[0].token_ids), "cached": one.num_cached_tokens})
+        return found
+
     def chat(self, prompt: list[int], turns: list[list[int]], max_tokens: int = 40) -> Any:
         """Each turn is appended to everything before it, answers included."""
         found, history = [], list(prompt)
@@ -102,6 +118,25 @@ class _Driver:
             self._engine.step()
         return {"waiting": waiting, "left": len(self._scheduler.requests)}
 
+    def streams(self, prompts: list[list[int]], max_tokens: int, aborted: dict[str, int]) -> Any:
+        """Greedy tokens of all prompts at once; None of those that are aborted, by number, after so many tokens."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        for number, prompt in enumerate(prompts):
+            self._engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+        found: dict[str, Any] = dict.fromkeys(map(str, range(len(prompts))))
+        left = dict(aborted)
+        while self._engine.has_unfinished_requests():
+            for one in self._engine.step():
+                tokens = list(one.outputs[0].token_ids)
+                if len(tokens) >= left.get(one.request_id, max_tokens + 1):
+                    del left[one.request_id]
+                    self._engine.abort_request([one.request_id])
+                elif one.finished:
+                    found[one.request_id] = tokens
+        return list(found.values())
+
     def usage(self) -> Any:
         """The part of the engine's KV memory that is in use."""
         return self._scheduler.kv_cache_manager.usage
@@ -129,8 +164,31 @@ class _Driver:
         self._engine.engine_core.shutdown()
 
 
+def _make_room_between_stages() -> None:
+    """Without torch.compile, vLLM's runner for processors forgets to allocate what a stage receives."""
+    from vllm.distributed import get_pp_group
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    load = CPUModelRunner.load_model
+
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        load(self, *args, **kwargs)
+        if not get_pp_group().is_first_rank:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+
+    CPUModelRunner.load_model = load_model
+
+
 def main(arguments: list[str]) -> None:
     script = json.loads(Path(arguments[0]).read_text())
+    if "footprint" in script:
+        from kvloom_connector_vllm.adapter import footprint
+
+        model, config, dtype = script["footprint"]
+        footprint.main([model, config, arguments[1], dtype])
+        return
     driver = _Driver(script)
     said = [getattr(driver, name)(**arguments) for action in script["do"] for name, arguments in action.items()]
     driver.close()

@@ -181,6 +181,26 @@ def test_ranks_keep_their_parts_and_agree(run: Run, tmp_path: Path) -> None:
     assert [one["tokens"] for one in lacking] == [one["tokens"] for one in control]
 
 
+def test_k_and_v_of_two_ranks_are_loaded_by_one_and_the_other_way_round(run: Run, tmp_path: Path) -> None:
+    """Sums over two ranks have other last bits; with wrong heads the answers would be others."""
+    config = {"connector": {"type": "vllm_blob", "shards": 2}}
+    two: dict[str, Any] = {
+        "tensor_parallel_size": 2, "distributed_executor_backend": "mp", "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+    }  # fmt: skip
+    more = [tokens(11, 400), tokens(12, 300)]
+    asked, others = {"generate": {"prompts": PROMPTS}}, {"generate": {"prompts": more}}
+    _, by_two, _ = run(asked, asked, {"settle": {}}, config=config, **two)
+    by_one, _, control, _ = run(asked, others, others, {"settle": {}}, config=config)
+    back, metrics = run(others, {"metrics": {}}, config=config, **two)
+    assert len({path.parts[-4] for path in (tmp_path / "kv").rglob("[0-9]*-*") if path.is_file()}) == 2
+    for found, expected, cached in ((by_one, by_two, FOUND), (back, control, [384, 256])):
+        assert [one["cached"] for one in found] == cached
+        for one, other in zip(found, expected, strict=True):
+            assert one["tokens"] == other["tokens"]
+            assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-3)
+    assert metrics["vllm:external_prefix_cache_hits"] == 384 + 256
+
+
 def test_latent_kv_is_kept_once_for_all_ranks(of_kind: Callable[[str], Run], tmp_path: Path) -> None:
     latent = of_kind("latents")
     settings: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "dtype": "bfloat16"}

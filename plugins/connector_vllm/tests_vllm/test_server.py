@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,8 +30,8 @@ PROMPTS = [SHARED + tokens(20 + number, 20 + number) for number in range(6)]
 
 
 @contextmanager
-def serving(model: Path, config: Path, log: Path, role: str = "kv_both") -> Iterator[str]:
-    """The address of a server with kvloom, found by its entry point: no module path is given."""
+def serving(model: Path, config: Path, log: Path, role: str = "kv_both", more: Sequence[str] = ()) -> Iterator[str]:
+    """The address of a server with kvloom, found by its entry point: no module path is given. more: arguments."""
     port = free_port()
     transfer = {
         "kv_connector": "KVLoomConnector", "kv_role": role, "kv_load_failure_policy": "recompute",
@@ -42,12 +42,13 @@ def serving(model: Path, config: Path, log: Path, role: str = "kv_both") -> Iter
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port),
         "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8",
         "--served-model-name", "tiny", "--kv-cache-memory-bytes", str(128 << 20),
-        "--kv-transfer-config", json.dumps(transfer),
+        "--kv-transfer-config", json.dumps(transfer), *more,
     ]  # fmt: skip
     with log.open("w") as out:
         server = subprocess.Popen(
-            command, env=environment(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
+            command, env=environment(VLLM_CPU_OMP_THREADS_BIND="nobind"), stdout=out, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
     try:
         address = f"http://127.0.0.1:{port}"
         until = time.monotonic() + 300
@@ -71,15 +72,14 @@ def _healthy(address: str) -> bool:
         return False
 
 
-def complete(address: str, prompt: list[int], count: int = 24) -> list[str]:
-    """The pieces of text that were streamed."""
+def complete(address: str, prompt: list[int], count: int = 24, rank: int | None = None) -> list[str]:
+    """The pieces of text that were streamed. rank: of the engine, of several, that has to answer."""
     body = {
         "model": "tiny", "prompt": prompt, "max_tokens": count, "temperature": 0, "stream": True, "ignore_eos": True,
         "return_token_ids": True,
     }  # fmt: skip
-    request = urllib.request.Request(
-        f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    headers = {"Content-Type": "application/json", **({} if rank is None else {"X-data-parallel-rank": str(rank)})}
+    request = urllib.request.Request(f"{address}/v1/completions", json.dumps(body).encode(), headers)
     pieces: list[Any] = []
     with urllib.request.urlopen(request, timeout=300) as answer:
         for line in answer:
@@ -97,6 +97,7 @@ def metric(address: str, name: str, **labels: str) -> float:
 
 
 def test_a_restarted_server_answers_from_what_the_first_stored(tiny: Path, tmp_path: Path) -> None:
+    """The second one has two engines (data parallelism) on the same tier, of which a blob was damaged."""
     config = tmp_path / "kvloom.yaml"
     config.write_text(json.dumps({"chunk_tokens": BLOCK, "tiers": [memory(), disk(tmp_path)]}))
     with serving(tiny, config, tmp_path / "first.log") as address, ThreadPoolExecutor(6) as clients:
@@ -108,13 +109,20 @@ def test_a_restarted_server_answers_from_what_the_first_stored(tiny: Path, tmp_p
             assert time.monotonic() < until, "it is not stored, or not counted"
             complete(address, tokens(99, 10), 2)
             time.sleep(1.1)
-    with serving(tiny, config, tmp_path / "second.log") as address, ThreadPoolExecutor(6) as clients:
-        second = list(clients.map(lambda prompt: complete(address, prompt), PROMPTS))
+    blobs = sorted(path for path in (tmp_path / "kv").rglob("4-*") if path.is_file())
+    data = bytearray(blobs[0].read_bytes())
+    data[-len(data) // 2] ^= 0x10
+    blobs[0].write_bytes(data)
+    two = ("--data-parallel-size", "2")
+    with serving(tiny, config, tmp_path / "second.log", more=two) as address, ThreadPoolExecutor(6) as clients:
+        ranks = [number % 2 for number in range(len(PROMPTS))]
+        second = list(clients.map(lambda prompt, rank: complete(address, prompt, rank=rank), PROMPTS, ranks))
         assert second == first
-        assert metric(address, "vllm:external_prefix_cache_hits_total") >= 640
+        for rank in (0, 1):
+            assert metric(address, "vllm:external_prefix_cache_hits_total", engine=str(rank)) >= 512
         time.sleep(1.1)
-        complete(address, tokens(99, 10), 2)
-        assert metric(address, "kvloom_tokens_total", event="retrieved") >= 640
+        complete(address, tokens(99, 10), 2, rank=0)
+        assert metric(address, "kvloom_tokens_total", event="retrieved") >= 512
         assert "Traceback" not in (tmp_path / "second.log").read_text()
 
 

@@ -108,6 +108,41 @@ def while_blocks_are_few(engine: Run, tmp_path: Path, few: dict[str, int], *, ma
     assert aborted["left"] == 0 and usage == 0
 
 
+def test_many_streams_with_aborts_while_the_cache_is_small(hybrid: Run, tmp_path: Path) -> None:
+    """20 MiB of KV for 40 streams: preempted, aborted after any number of tokens, cold and from both tiers."""
+    prompts = [tokens(1, 130 * (number % 4)) + tokens(10 + number, 150 + 11 * number) for number in range(40)]
+    aborted = {str(number): 1 + number % 20 for number in range(0, 40, 3)}
+    asked = {"streams": {"prompts": prompts, "max_tokens": 40, "aborted": aborted}}
+    size = {"max_num_seqs": 40, "max_model_len": 1024}
+    (expected,) = hybrid({"streams": {**asked["streams"], "aborted": {}}}, connector=False, **size)
+    few = {**size, "kv_cache_memory_bytes": 20 << 20}
+    config = {"save_decode_cache": True, "chunk_tokens": 2 * BLOCK}
+    first, _, second, usage, metrics = hybrid(
+        asked, {"forget": {}}, asked, {"usage": {}}, {"metrics": {}}, config=config, **few
+    )
+    third, _ = hybrid(asked, {"settle": {}}, config=config, **few)
+    for found in (first, second, third):
+        assert [one for one in found if one is not None] == [
+            one for number, one in enumerate(expected) if str(number) not in aborted
+        ]
+    assert metrics["vllm:num_preemptions"] > 0 and metrics["vllm:external_prefix_cache_hits"] > 0, "or it tests nothing"
+    assert usage == 0
+
+
+def test_an_engine_that_is_killed_while_it_saves_leaves_nothing_wrong(hybrid: Run, tmp_path: Path) -> None:
+    cold, control = hybrid(generate(PROMPTS), generate(PROMPTS), connector=False)
+    dying = [memory(), faulty(tmp_path, {"put": {"dies": 5}})]
+    hybrid(generate(PROMPTS), {"settle": {}}, tiers=dying, fails=True)
+    there = [path for path in (tmp_path / "kv").rglob("*") if path.is_file() and "+tmp" in path.parts]
+    assert there, "a blob of which a half was written"
+    found, again, _ = hybrid(generate(PROMPTS), generate(PROMPTS), {"settle": {}})
+    assert [one["tokens"] for one in found] == [one["tokens"] for one in cold]
+    assert sum(one["cached"] for one in found) < sum(one["cached"] for one in control)
+    same(again, control)
+    (third,) = hybrid(generate(PROMPTS))
+    same(third, control)
+
+
 def test_ranks_keep_their_parts_and_agree(hybrid: Run, tmp_path: Path) -> None:
     prompts = [tokens(1, 900), tokens(2, 300)]
     ranks: dict[str, Any] = {

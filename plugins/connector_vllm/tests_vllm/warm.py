@@ -123,7 +123,8 @@ def main() -> None:
     os.dup2(2, 1)  # what an import prints is no answer
     module = importlib.import_module(sys.argv[1])
     for name in IMPORTED:
-        importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):  # which another version has elsewhere: it only takes longer
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # or each process would copy all of it at its first collection
     arguments = _serve(answers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom import ConfigError, KVSpec, Registry
+from kvloom_tools import vllm_groups
 from kvloom_tools.shapes import Given, quantity, spec_of
 from kvloom_tools.verbs.plan import Row, _compare, break_even
 
@@ -404,3 +406,63 @@ def test_the_tail_of_a_prompt_is_said_with_what_it_takes(config: Path) -> None:
     found = plan(config, *NUMBERS)
     assert (found["most_tail_pieces"], found["tiers"][0]["tail_bytes"]) == (0, None)
     assert "a prompt leaves" not in run("plan", config, *NUMBERS).out
+
+
+# -- by group, as vLLM divides a model ---------------------------------------------------------------------------------
+
+ANSWER = """
+import json, sys
+from pathlib import Path
+model, file, out = sys.argv[1:4]
+spec = {"model": model, "num_layers": 2, "num_kv_heads": 2, "head_size": 4, "dtype": "float32"}
+def group(kind, layers, page, state=False):
+    geometry = {"layers": layers, "block_tokens": 4, "page_elements": page // 4}
+    return {"kind": kind, "state": state, "parts": 1, "layers": layers, "block_tokens": 4, "chunk_tokens": 8,
+            "page_bytes": page, "spec": {**spec, "num_layers": layers}, "geometry": geometry}
+groups = [group("full attention", 2, 256), group("states", 1, 128, True), group("states", 1, 128, True)]
+answers = {"tiny": {"groups": groups}, "refused": {"error": "KV cache of SinkSpec: write something else"}}
+if model in answers:
+    Path(out).write_text(json.dumps(answers[model]))
+else:
+    sys.exit("Killed")
+"""
+
+
+@pytest.fixture
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A configuration; what is asked of vLLM is answered by a script."""
+    (tmp_path / "answering.py").write_text(ANSWER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(vllm_groups, "_MODULE", "answering")
+    monkeypatch.setattr(vllm_groups, "_NEEDED", ())
+    path = tmp_path / "vllm.yaml"
+    path.write_text("connector: vllm\nchunk_tokens: 8\ntiers: [{type: memory, capacity: 1MiB}]\n")
+    return path
+
+
+def test_groups_of_layers_are_told_and_tiers_hold_all_of_them(vllm: Path) -> None:
+    found = plan(vllm, "--vllm", "tiny")
+    assert [(group["kind"], group["bytes_per_token"]) for group in found["groups"]] == [
+        ("full attention", 128), ("states", 32), ("states", 32),
+    ]  # fmt: skip
+    (memory,) = found["tiers"]
+    assert found["chunk_bytes"] == 8 * 128, "the largest group is measured"
+    assert memory["bytes_per_token"] == 192
+    assert memory["capacity_tokens"] == int((1 << 20) // 4096 * 8 * 128 / 192)
+    printed = run("plan", vllm, "--vllm", "tiny").out
+    assert "192B in all" in re.sub(r"\s+", " ", printed) and "2 x states" in printed and "states: at most" in printed
+
+
+@pytest.mark.parametrize(("model", "more", "problem"), [
+    ("refused", (), "kvloom: --vllm: KV cache of SinkSpec: write something else"),
+    ("other", (), "kvloom: --vllm: vLLM ended without an answer: Killed"),
+    ("tiny", ("--layers", 2), "kvloom: --vllm: vLLM says what there is of the model"),
+])  # fmt: skip
+def test_what_vllm_does_not_take_is_said(vllm: Path, model: str, more: tuple[object, ...], problem: str) -> None:
+    assert problem in run("plan", vllm, "--vllm", model, *more, status=2).err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_without_vllm_it_says_so(config: Path) -> None:
+    told = run("plan", config, "--vllm", "x", status=2).err
+    assert "kvloom: --vllm: vllm is not installed here; pip install it" in told

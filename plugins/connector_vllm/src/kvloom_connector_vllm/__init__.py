@@ -44,7 +44,7 @@ def kvloom_gpu_connectors() -> Mapping[str, tuple[str, str]]:
     paged, offload = f"{__name__}.paged", f"{__name__}.offload"
     return {
         "vllm": (f"{paged}.blocks:VLLMConnector", f"{paged}.settings:VLLMConfig"),
-        "vllm_blob": (f"{paged}.blocks:VLLMBlobConnector", f"{paged}.settings:VLLMConfig"),
+        "vllm_blob": (f"{paged}.blocks:VLLMBlobConnector", f"{paged}.settings:VLLMBlobConfig"),
         "vllm_offload": (f"{offload}.pages:OffloadPagesConnector", f"{offload}.settings:OffloadPagesConfig"),
         "nested_tuple": (f"{paged}.nested_tuple:NestedTupleConnector", f"{paged}.settings:NestedTupleConfig"),
         "paged": (f"{paged}.connector:PagedConnector", f"{paged}.settings:PagedConfig"),

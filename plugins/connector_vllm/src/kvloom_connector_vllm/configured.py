@@ -30,10 +30,12 @@ class Settings:
     connector: type[VLLMConnector]
     by_layer: bool = False
     """A step computes a layer while the next ones are being loaded."""
+    shards: int = 0
+    """See `identify_groups`."""
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], *, ranks: int) -> Settings:
-        """Raises ConfigError, with the path of what cannot work and what to do."""
+        """Raises ConfigError, with the path of what cannot work and what to do. ranks: of all stages together."""
         where = "kv_connector_extra_config"
         unknown = sorted(set(extra) - _EXTRA)
         if unknown:
@@ -59,7 +61,14 @@ class Settings:
             raise ConfigError("tokens", "vLLM's own block hashes name the chunks; remove this block")
         if config.blend is not None:
             raise ConfigError("blend", "vLLM only reuses KV of prefixes; remove this block")
-        return cls(config, asynchronous, _TYPES.get(word, VLLMConnector), by_layer)
+        kind = _TYPES.get(word, VLLMConnector)
+        shards = config.connector.settings.get("shards", 0)
+        if shards and kind is VLLMConnector:
+            text = "opaque pages are only of use to as many ranks; write {type: vllm_blob, ...}"
+            raise ConfigError("connector.shards", text)
+        if isinstance(shards, bool) or not isinstance(shards, int) or shards < 0:
+            raise ConfigError("connector.shards", f"expected a number of parts, got {shards!r}")
+        return cls(config, asynchronous, kind, by_layer, shards)
 
     @property
     def pages(self) -> bool:
@@ -72,7 +81,8 @@ class Settings:
         stores: False if another rank stores the same KV; tiers that processes share are only read then.
         """
         self._whole(geometry.block_tokens)
-        block = type(self.engine.connector)(type=self.connector.type, geometry=geometry.model_dump())
+        settings = {**self.engine.connector.settings, "geometry": geometry.model_dump()}
+        block = type(self.engine.connector)(type=self.connector.type, **settings)
         tiers = self.engine.tiers
         if not stores:
             only_read = {"write": "never", "policy": "lru", "capacity": None, "quota": None}

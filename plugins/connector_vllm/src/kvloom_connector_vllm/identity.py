@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,8 @@ _LOCAL = "ChunkedLocalAttentionSpec"
 _STATE = "MambaSpec"
 _CONTENT = ("head_size_v", "num_head_slots", "state_content_bytes", "tokens_per_state")
 """Attributes of a layer's specification that attention backends may change."""
+_DRAFTS = {"ngram", "ngram_gpu", "suffix", "draft_model"}
+"""Methods of speculation whose drafts have no KV, or KV that depends on the tokens before it alone."""
 _STATES = ("mamba_type", "shapes", "dtypes", "num_heads", "block_size")
 """Everything that the bytes of a state depend on."""
 _OFFLOADING = "for others use vLLM's OffloadingConnector with kvloom's spec (docs/use/vllm.md)"
@@ -39,11 +41,14 @@ _BY_THE_WAY = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """One rank's KV."""
+    """One rank's KV of one group of layers."""
 
     spec: KVSpec
+    """Of the first of its parts."""
     geometry: Geometry
+    """Of one part, as that of each of them is."""
     layer_names: tuple[str, ...]
+    """Empty if the rank has none of the group's layers."""
     hash_tokens: int
     """Tokens that one of the engine's block hashes stands for."""
     group: int = 0
@@ -52,9 +57,24 @@ class Identity:
     """See `plan.Group`."""
     span: int = 0
     state: bool = False
+    shards: int = 1
+    """Number of parts, of equally many heads, that a rank's KV is kept in."""
+    copies: int = 1
+    """Number of ranks that hold the same heads, if KV is kept in shards."""
 
-    def of_rank(self, rank: int) -> KVSpec:
-        return replace(self.spec, rank=rank)
+    def of_rank(self, rank: int) -> list[KVSpec]:
+        """The specs of all parts of another rank, or this one, that has these layers."""
+        first = rank // self.copies * self.shards if self.layer_names else 0
+        return [replace(self.spec, rank=first + part) for part in range(self.shards if self.layer_names else 0)]
+
+    @property
+    def page_elements(self) -> int:
+        """Of all parts."""
+        return self.geometry.page_elements + self.geometry.surrounding_elements
+
+    @property
+    def page_heads(self) -> int:
+        return self.spec.num_kv_heads * self.shards
 
 
 def identify(
@@ -68,16 +88,19 @@ def identify(
 
 def identify_groups(
     config: Any, kv_cache_config: Any, *, rank: int, about: Callable[[Any], Mapping[str, str | int | bool]],
-    pages: bool = True,
+    pages: bool = True, shards: int = 0,
 ) -> tuple[Identity, ...]:  # fmt: skip
     """By group of layers, those with full attention first, from a `VllmConfig` and a `KVCacheConfig`. about: what only
     vLLM itself can say (version, platform, ISA) of a layer with such a specification.
 
-    pages: kept as they are, so that their layout and who laid them out are part of the identity; else as K and V.
+    rank: within its stage of a pipeline. pages: kept as they are, so that their layout and who laid them out are part
+    of the identity; else as K and V. shards: the heads of all ranks are kept in so many parts, which have the same
+    names however many ranks there are; 0: each rank's heads are one part.
 
     Raises ValueError, naming it, for what kvloom does not keep.
     """
     _refuse_parallelism(config.parallel_config)
+    _refuse_speculation(config)
     _refuse_unhashed_images(config)
     layers = layer_specs(kv_cache_config)
     layout = getattr(kv_cache_config, "kv_cache_layout", None)
@@ -94,6 +117,10 @@ def identify_groups(
         )
     model = config.model_config
     revision, quantised = revision_of(model, config), str(config.cache_config.cache_dtype)
+    speculative = getattr(config, "speculative_config", None)
+    if getattr(speculative, "method", None) == "draft_model":  # its layers have KV, too
+        draft = speculative.draft_model_config
+        revision += f", draft of {name_of(draft)}: {revision_of(draft, config)}"
     blocks = [int(layer.block_size) for layer in layers]
     hash_tokens = int(getattr(kv_cache_config, "hash_block_size", None) or gcd(*blocks))
     dtype = next((layer.dtype for layer in layers if not _is(layer, _STATE)), torch.uint8)
@@ -105,27 +132,30 @@ def identify_groups(
             page_bytes = -(-int(layer.real_page_size_bytes) // dtype.itemsize) * dtype.itemsize
         else:
             page_bytes = int(getattr(layer, "unpadded_page_size_bytes", layer.page_size_bytes))
+        heads = _Heads.of(config, layer, shards)
         window = layer.sliding_window + getattr(layer, "extra_retained_tokens", 0) if _is(layer, _WINDOW) else 0
         span = layer.attention_chunk_size if _is(layer, _LOCAL) else 0
         spec = KVSpec(
             model=name_of(model),
             revision=revision,
             rope=plain_json(getattr(text_config(model), "rope_parameters", None) or {}),
-            num_layers=len(names),
-            num_kv_heads=1 if state else int(layer.num_kv_heads),
+            num_layers=len(names) or 1,  # of none, nothing is kept
+            num_kv_heads=1 if state else int(layer.num_kv_heads) // heads.shards,
             head_size=page_bytes // dtype.itemsize if state else int(layer.head_size),
             dtype=str(dtype).removeprefix("torch."),
             kv_planes=1 if latent or state else 2,
             kv_quantization="" if quantised == "auto" else quantised,
-            world_size=int(config.parallel_config.tensor_parallel_size),
-            rank=rank,
+            world_size=shards or int(config.parallel_config.tensor_parallel_size),
+            rank=rank // heads.copies * heads.shards,
             # All ranks compute the same latents. KV with heads is divided among ranks, whatever it is called.
             replicated=(latent and int(layer.num_kv_heads) == 1) or bool(getattr(layer, "tp_replicated", False)),
         )
+        elements = page_bytes // dtype.itemsize // heads.shards
         geometry = Geometry(
-            layers=len(names),
+            layers=spec.num_layers,
             block_tokens=int(layer.block_size),
-            page_elements=page_bytes // dtype.itemsize,
+            page_elements=elements,
+            surrounding_elements=elements * (heads.shards - 1),
             identity={
                 "hash": algorithm,
                 "compute_dtype": str(model.dtype),
@@ -136,10 +166,39 @@ def identify_groups(
                 **({"state": str([getattr(layer, name, None) for name in _STATES])} if state else {}),
                 "content": str([getattr(layer, name, None) for name in _CONTENT]),
                 **({"layout": str(layout), **about(layer)} if pages else {}),
+                **({"computed_with": "any number of ranks"} if shards else {}),
             },
         )
-        found.append(Identity(spec, geometry, names, hash_tokens, number, window, span, state))
+        found.append(
+            Identity(spec, geometry, names, hash_tokens, number, window, span, state, heads.shards, heads.copies)
+        )
     return tuple(sorted(found, key=lambda one: bool(one.window or one.span or one.state)))
+
+
+class _Heads(NamedTuple):
+    """The division of a layer's heads."""
+
+    shards: int
+    """Of one rank."""
+    copies: int
+    """Number of ranks that hold the same heads."""
+
+    @classmethod
+    def of(cls, config: Any, layer: Any, shards: int) -> _Heads:
+        """shards: of all ranks; 0: one for each rank. ValueError, naming it, for a number that cannot be."""
+        if not shards:
+            return cls(1, 1)
+        ranks, here = int(config.parallel_config.tensor_parallel_size), int(layer.num_kv_heads)
+        most = getattr(layer, "max_tp_shards", None) or int(config.model_config.get_total_num_kv_heads())
+        copies = max(1, ranks // most)
+        heads, apart = here * ranks // copies, ranks // copies
+        if heads % shards or shards % apart:
+            fit = [number for number in range(apart, heads + 1, apart) if not heads % number]
+            raise ValueError(
+                f"connector.shards: {heads} heads of KV on {apart} ranks cannot be kept in {shards} parts of equally "
+                f"many heads; write one of {', '.join(map(str, fit))}"
+            )
+        return cls(shards // apart, copies)
 
 
 class Adapters:
@@ -180,9 +239,24 @@ def _refuse_unhashed_images(config: Any) -> None:
         )
 
 
+def _refuse_speculation(config: Any) -> None:
+    speculative = getattr(config, "speculative_config", None)
+    if speculative is None:
+        return
+    if speculative.method not in _DRAFTS:
+        raise ValueError(
+            f"speculative_config.method {speculative.method}: the KV of its drafts depends on the token behind it, or "
+            f"was not tested; use {', '.join(sorted(_DRAFTS))}"
+        )
+    if getattr(config.parallel_config, "pipeline_parallel_size", 1) > 1:
+        raise ValueError(
+            "pipeline_parallel_size with speculative_config: vLLM tells only the last stage when a step's KV is there; "
+            "remove one"
+        )
+
+
 def _refuse_parallelism(parallel: Any) -> None:
     for name, text in (
-        ("pipeline_parallel_size", "each rank has other layers"),
         ("decode_context_parallel_size", "the tokens of a block are spread over ranks"),
         ("prefill_context_parallel_size", "the tokens of a block are spread over ranks"),
     ):

@@ -18,14 +18,19 @@ def owner_of(adapter: str, salt: str) -> Owner:
 
 
 class Names:
-    """Names of one rank's chunks of one group of layers: each holds another part of the KV, under a fingerprint of its
-    own."""
+    """Names of one part of the chunks of one group of layers: each rank holds another part of the KV, or several of its
+    heads, under fingerprints of their own."""
 
     def __init__(self, spec: KVSpec, geometry: Geometry, format: MemoryFormat, *, chunk_tokens: int) -> None:
         self._spec = spec
         self._about = (format, geometry.representation)
         self._chunk_tokens = chunk_tokens
         self._namespaces: dict[Owner, str] = {}
+        self._made: set[str] = set()
+
+    def made(self, key: ChunkKey) -> bool:
+        """Return whether it is the key of a chunk of an owner that was asked for lately."""
+        return key.namespace in self._made
 
     def segments(self, chunks: Chunks) -> list[Segment]:
         """The chunks and pieces with their places in the sequence and their keys."""
@@ -50,7 +55,9 @@ class Names:
             known = f"{fingerprint(spec, *self._about)}/{owner.tenant}"
             if len(self._namespaces) > 4096:  # salts come and go
                 self._namespaces.clear()
+                self._made.clear()
             self._namespaces[owner] = known
+            self._made.add(known)
         return known
 
 

@@ -115,11 +115,11 @@ class Scheduler:
     """One per engine. Nothing here waits for a tier for longer than `LOOKUP_SECONDS`."""
 
     def __init__(
-        self, planner: Planner, ranks: Sequence[Sequence[Names]], index: Index | None,
+        self, planner: Planner, ranks: Sequence[Sequence[Sequence[Names]]], index: Index | None,
         announcer: Announcer | None = None, *, asynchronous: bool = True,
     ) -> None:  # fmt: skip
-        """ranks: how each rank's chunks are called, by group. index: of the tiers that processes share, if there are
-        any. announcer: of the first group's chunks."""
+        """ranks: how each rank's chunks are called, by group: names for each of its parts. index: of the tiers that
+        processes share, if there are any. announcer: of the first group's chunks."""
         self._planner = planner
         self._ranks = tuple(ranks)
         self._index = index
@@ -322,12 +322,17 @@ class Scheduler:
             self._saving.update((save.number, save.chunks) for save in saves)
 
     def _announce(self, report: Report, done: Sequence[int], announcer: Announcer) -> None:
-        announcer.came(report.came.get(0, ()), "CPU")
-        announcer.left(report.left.get(0, ()), "CPU")
+        announcer.came(self._announced(report.came), "CPU")
+        announcer.left(self._announced(report.left), "CPU")
         for number in done:
             chunks = self._saving.pop(number, None)
             if chunks is not None:
                 announcer.stored(chunks, "STORAGE")
+
+    def _announced(self, changes: Mapping[int, Sequence[ChunkKey]]) -> Sequence[ChunkKey]:
+        """The first rank's, which stand for all; of its parts, those of the first. changes: by rank."""
+        parts, keys = self._ranks[0][0], changes.get(0, ())
+        return keys if len(parts) < 2 else [key for key in keys if parts[0].made(key)]
 
     def _located(self, chunks: Sequence[Chunks], hashes: Sequence[bytes]) -> Told:
         """The answer of the tiers about these chunks, and about the pieces of the first that cannot be loaded.
@@ -362,7 +367,7 @@ class Scheduler:
         assert self._index is not None
         keys = {
             segment.key: segment
-            for names in self._ranks for some in chunks for segment in names[some.group].segments(some)
+            for rank in self._ranks for some in chunks for names in rank[some.group] for segment in names.segments(some)
         }  # fmt: skip
         located = zip(keys, self._index.locate(list(keys.values())), strict=True)
         return {key: tier for key, tier in located if tier is not None}
@@ -389,12 +394,13 @@ class Scheduler:
         return _Found(hit, spans, complete)
 
     def _tiers(self, chunks: Chunks, told: Told) -> list[str | None]:
-        """By chunk and piece, where it would come from: None unless every rank's part is somewhere."""
+        """By chunk and piece, where it would come from: None unless every part of every rank is somewhere."""
         tiers: list[str | None] = [MEMORY] * (len(chunks.digests) + len(chunks.pieces))
-        for names, held in zip(self._ranks, self._held, strict=True):
-            for index, segment in enumerate(names[chunks.group].segments(chunks)):
-                if tiers[index] is not None and segment.key not in held:
-                    tiers[index] = told.get(segment.key)
+        for rank, held in zip(self._ranks, self._held, strict=True):
+            for names in rank[chunks.group]:
+                for index, segment in enumerate(names.segments(chunks)):
+                    if tiers[index] is not None and segment.key not in held:
+                        tiers[index] = told.get(segment.key)
         return tiers
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from threading import Event, Lock
 from typing import Any, Literal
@@ -36,13 +36,25 @@ COLLECT_SECONDS = 0.02
 """Time after which chunks that left memory by themselves are looked for. After each load and save they are, anyway."""
 
 
+@dataclass(eq=False, slots=True)
+class Part:
+    """KV of one group of layers that has chunks of its own: all of a rank's, or some of its heads."""
+
+    engine: Engine
+    names: Names
+    block_tokens: int
+    memory: Mapping[str, Any] = field(default_factory=dict)
+    """The words of the connector's `where` for the engine's memory; set by `Worker.attach`."""
+
+
 class _Transfer:
-    """A load or save that was ordered."""
+    """A load or save that was ordered, of one part of a group."""
 
-    __slots__ = ("_beginning", "cancelled", "failed", "layers", "move", "over", "segments", "task")
+    __slots__ = ("_beginning", "cancelled", "cut_off", "failed", "layers", "move", "over", "part", "segments", "task")
 
-    def __init__(self, move: Move) -> None:
+    def __init__(self, move: Move, part: Part) -> None:
         self.move = move
+        self.part = part
         self.segments: Sequence[Segment] = ()
         self.task: Task | None = None
         """None if it has not begun. Once it is over: if it never did."""
@@ -50,6 +62,8 @@ class _Transfer:
         """Set for a load during which the step computes."""
         self.over = Event()
         self.cancelled = False
+        self.cut_off = False
+        """It was cancelled, and its request still needs it."""
         self.failed = False
         """It could not begin."""
         self._beginning = Lock()
@@ -112,15 +126,6 @@ class _MemoryChanges:
             report.left[rank] = list(left)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One group of layers: its engine, its names, and the tokens of its blocks."""
-
-    engine: Engine
-    names: Names
-    block_tokens: int
-
-
 class Worker:
     """The worker's half, one for each rank. All calls come from the engine's worker thread. A step with nothing to do
     costs microseconds.
@@ -130,10 +135,10 @@ class Worker:
     """
 
     def __init__(
-        self, parts: Sequence[Part], *, rank: int, asynchronous: bool = True, by_request: bool = False,
+        self, parts: Sequence[Sequence[Part]], *, rank: int, asynchronous: bool = True, by_request: bool = False,
         by_layer: bool = False, written_first: bool = False,
     ) -> None:  # fmt: skip
-        """parts: by group; the engines of all are siblings of the first one's.
+        """parts: by group; none of a group of which this rank has no layers. The engines of all are siblings.
 
         asynchronous: no step computes with KV that is still being loaded. by_request: the engine cannot go on behind
         any block, so that a load that failed is told by its request, not by blocks. by_layer: a step that computes
@@ -147,17 +152,16 @@ class Worker:
         self._awaited: list[str] = []
         """Requests with loads that the step computes with."""
         self._written_first = written_first
-        self._parts = tuple(parts)
-        self._engine = parts[0].engine
+        self._parts = tuple(map(tuple, parts))
+        self._engine = next(part.engine for some in parts for part in some)
         """For all that the groups have in common: memory, counts."""
         self._rank = rank
-        self._memory: list[dict[str, Any]] = [{} for _ in parts]
         self._orders: Orders | None = None
         self._calls = ThreadPoolExecutor(1, "kvloom-step")
         self._changes = _MemoryChanges(self._engine)
         self._collect_due = 0.0
         self._loads: dict[str, list[_Transfer]] = {}
-        self._saves: dict[int, _Transfer] = {}
+        self._saves: dict[int, list[_Transfer]] = {}
         self._next_step = Event()
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -166,9 +170,14 @@ class Worker:
         self._report = Report()
         self._counted: Mapping[Any, Any] = {}
 
-    def attach(self, pages: Sequence[torch.Tensor], *, order: torch.Tensor | None = None, group: int = 0) -> None:
-        """A group's memory, a view `[num_blocks, page_elements]` for each layer. order: see `VLLMBlobConnector`."""
-        self._memory[group] = {"pages": tuple(pages), **({} if order is None else {"order": order})}
+    def attach(
+        self, pages: Sequence[torch.Tensor], *, orders: Sequence[torch.Tensor] | None = None, group: int = 0
+    ) -> None:
+        """A group's memory, a view `[num_blocks, page_elements]` for each layer. orders: of each of its parts; see
+        `VLLMBlobConnector`."""
+        views = tuple(pages)
+        for number, part in enumerate(self._parts[group]):
+            part.memory = {"pages": views} if orders is None else {"pages": views, "order": orders[number]}
 
     # -- a step, in order ----------------------------------------------------------------------------------------------
 
@@ -190,20 +199,22 @@ class Worker:
         `wait_for_layer` has returned."""
         assert self._orders is not None
         step = self._orders.step
-        loads = [_Transfer(move) for move in step.loads]
+        loads = []
+        for move in step.loads:
+            its = self._transfers(move)
+            self._loads.setdefault(move.request, []).extend(its)
+            loads += its
         if self._by_layer:
             for load in loads:
                 chunks = load.move.chunks
                 count = len(chunks.digests) + len(chunks.pieces)
-                load.layers = LayerEvents(len(self._memory[chunks.group]["pages"]), count)
-        for load in loads:
-            self._loads.setdefault(load.move.request, []).append(load)
+                load.layers = LayerEvents(len(load.part.memory["pages"]), count)
         self._begin("load", loads)
         for request in step.cancelled:
             for load in self._loads.get(request, ()):
                 load.cancel()
         if wait:
-            self._awaited = list({load.move.request: None for load in loads})
+            self._awaited = list({move.request: None for move in step.loads})
             if not self._by_layer:
                 self._end_awaited()
 
@@ -234,14 +245,14 @@ class Worker:
         """Requests whose loads are over since the last call, whether all came or not; none that a step waited for."""
         self._end_awaited()
         loads = (load for loads in self._loads.values() for load in loads if not load.over.is_set())
-        under_way = next(loads, None) or next(iter(self._saves.values()), None)
+        under_way = next(loads, None) or next(self._saving(), None)
         if self._idle and under_way is not None:
             under_way.over.wait(IDLE_SECONDS)
         elif self._idle and self._patient:
             time.sleep(IDLE_SECONDS)
         over = [request for request, loads in self._loads.items() if all(load.over.is_set() for load in loads)]
         for request in over:
-            self._loaded(self._loads.pop(request))
+            self._loaded(request, self._loads.pop(request))
         self._report.loaded.update(over)
         return set(over)
 
@@ -257,7 +268,7 @@ class Worker:
 
     def report(self) -> Report | None:
         """The report to the scheduler's half; None if there is nothing to report."""
-        done = [number for number, save in self._saves.items() if save.over.is_set()]
+        done = [number for number, saves in self._saves.items() if all(save.over.is_set() for save in saves)]
         for number in done:
             self._end_of(number, self._saves.pop(number))
         self._report.saved.update(done)
@@ -286,14 +297,20 @@ class Worker:
 
     def end_saves(self) -> None:
         """Once this has returned, no save reads the engine's KV, which may be overwritten or be given back."""
-        for save in self._saves.values():
+        for save in self._saving():
             save.cancel()
+
+    def end_transfers(self) -> None:
+        """Once this has returned, nothing reads or writes the engine's KV. Loads that are cut off have failed."""
+        self.end_saves()
+        for load in (load for loads in self._loads.values() for load in loads if not load.over.is_set()):
+            load.cut_off = True
+            load.cancel()
 
     def close(self) -> None:
         """Cancel work under way and write accepted chunks. Idempotent."""
         self._end_step()
-        for load in (load for loads in self._loads.values() for load in loads):
-            load.cancel()
+        self.end_transfers()
         self._calls.shutdown()
         self._engine.close()
 
@@ -302,9 +319,8 @@ class Worker:
     def _wait_for(self, saves: Iterable[int]) -> None:
         """Once this has returned, these saves do not read the engine's KV any more."""
         until = time.monotonic() + FENCE_SECONDS
-        for number in saves:
-            save = self._saves.get(number)
-            if save is not None and not save.over.wait(max(0.0, until - time.monotonic())):
+        for save in (save for number in saves for save in self._saves.get(number, ())):
+            if not save.over.wait(max(0.0, until - time.monotonic())):
                 save.cancel()
                 log.warning(
                     "a save was cancelled: its blocks are needed, and it was not done after %s s", FENCE_SECONDS
@@ -316,9 +332,15 @@ class Worker:
             # Planned before the scheduler knew that some KV had not come: what was computed may be wrong.
             self._report.saved.update(move.number for move in moves)
             return []
-        saves = {move.number: _Transfer(move) for move in moves}
+        saves = {move.number: self._transfers(move) for move in moves}
         self._saves |= saves
-        return list(saves.values())
+        return [save for its in saves.values() for save in its]
+
+    def _transfers(self, move: Move) -> list[_Transfer]:
+        return [_Transfer(move, part) for part in self._parts[move.chunks.group]]
+
+    def _saving(self) -> Iterator[_Transfer]:
+        return (save for saves in self._saves.values() for save in saves if not save.over.is_set())
 
     def _end_awaited(self) -> None:
         """Wait for the loads that the step computes with, and note which came."""
@@ -326,7 +348,7 @@ class Worker:
         for request in awaited:
             for load in self._loads[request]:
                 load.over.wait()
-            self._loaded(self._loads.pop(request))
+            self._loaded(request, self._loads.pop(request))
             self._report.loaded.add(request)
 
     def _end_step(self) -> None:
@@ -348,12 +370,11 @@ class Worker:
 
     def _begun(self, verb: Literal["load", "save"], transfers: Sequence[_Transfer], streams: CurrentStreams) -> None:
         for transfer in transfers:
-            move, task = transfer.move, None
-            part, memory = self._parts[move.chunks.group], self._memory[move.chunks.group]
+            move, part, task = transfer.move, transfer.part, None
             try:
                 transfer.segments = segments = part.names.segments(move.chunks)
                 call = part.engine.load if verb == "load" else part.engine.save
-                start = partial(call, segments, blocks=move.blocks, first_block=move.first_block, **memory)
+                start = partial(call, segments, blocks=move.blocks, first_block=move.first_block, **part.memory)
                 if transfer.layers is not None:
                     start = partial(start, layer_events=transfer.layers, at_once=True)
                 if segments:
@@ -382,15 +403,15 @@ class Worker:
     def _touch(self, touched: Sequence[Chunks]) -> None:
         try:
             for chunks in touched:
-                self._engine.touch(self._parts[chunks.group].names.segments(chunks))
+                for part in self._parts[chunks.group]:
+                    self._engine.touch(part.names.segments(chunks))
         except Exception as error:
             log.warning("the use of chunks could not be noted: %s", one_line(error))
 
-    def _loaded(self, loads: Sequence[_Transfer]) -> None:
+    def _loaded(self, request: str, loads: Sequence[_Transfer]) -> None:
         """Record the blocks of a request that did not get their KV, if it still wants it."""
-        missing = set().union(*map(self._missing, loads))
+        missing = set[int]().union(*map(self._missing, loads))
         if missing:
-            request = loads[0].move.request
             self._failures += 1
             self._report.failed.add(request)
             if self._by_request:
@@ -399,9 +420,11 @@ class Worker:
                 self._failed_blocks |= missing
 
     def _missing(self, load: _Transfer) -> set[int]:
+        move, mask = load.move, None
+        if load.cut_off:
+            return set(move.blocks) - {-1}
         if load.cancelled or (load.task is None and not load.failed):
             return set()
-        move, mask = load.move, None
         try:
             mask = None if load.task is None else load.task.result().tolist()
         except Exception as error:  # whatever it was, the engine computes these blocks itself
@@ -411,19 +434,20 @@ class Worker:
             mask = None
         if mask is None:
             return set(move.blocks) - {-1}
-        tokens, missing = self._parts[move.chunks.group].block_tokens, set[int]()
+        tokens, missing = load.part.block_tokens, set[int]()
         for segment, here in zip(load.segments, mask, strict=True):
             if not here:
                 begin, end = segment.start // tokens, segment.end // tokens
                 missing.update(move.blocks[begin - move.first_block : end - move.first_block])
         return missing - {-1}
 
-    def _end_of(self, number: int, save: _Transfer) -> None:
-        try:
-            if save.task is not None:
-                save.task.result()
-        except Exception as error:
-            log.warning("save %d failed: %s", number, one_line(error))
+    def _end_of(self, number: int, saves: Sequence[_Transfer]) -> None:
+        for save in saves:
+            try:
+                if save.task is not None:
+                    save.task.result()
+            except Exception as error:
+                log.warning("save %d failed: %s", number, one_line(error))
 
     def _empty_memory(self) -> None:
         self.end_saves()

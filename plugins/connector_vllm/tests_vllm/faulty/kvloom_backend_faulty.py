@@ -1,11 +1,15 @@
 """`type: faulty`: a disk whose calls are disturbed as a file says, so that a test can change its mind from outside.
 
 The file holds JSON: `{"get": {"delay": 0.5}}`, or `{"get": {"hang": 30}}`, `{"get": {"fail": true}}`, `{"put": ...}`.
+`{"put": {"dies": 3}}` kills the process in the middle of the fourth blob.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -20,11 +24,16 @@ class FaultyBackend(DiskBackend):
     class Config(DiskBackend.Config):
         faults: Path
 
-    def _disturb(self, verb: str) -> None:
+    _puts = itertools.count()
+
+    def _fault(self, verb: str) -> dict[str, Any]:
         try:
-            fault = json.loads(self.config.faults.read_text()).get(verb, {})
+            return dict(json.loads(self.config.faults.read_text()).get(verb, {}))
         except OSError:
-            return
+            return {}
+
+    def _disturb(self, verb: str) -> None:
+        fault = self._fault(verb)
         time.sleep(fault.get("delay", 0) or fault.get("hang", 0))
         if fault.get("fail"):
             raise OSError(5, f"{verb}: as the test says")
@@ -51,6 +60,12 @@ class FaultyBackend(DiskBackend):
 
     def put(self, key: str, blob: Any) -> None:
         self._disturb("put")
+        dies = self._fault("put").get("dies")
+        if dies is not None and next(self._puts) >= dies:
+            _, file = self._scratch.open()
+            whole = b"".join(blob)
+            os.write(file, whole[: len(whole) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
         super().put(key, blob)
 
     def put_many(self, requests: Any, done: Any) -> None:

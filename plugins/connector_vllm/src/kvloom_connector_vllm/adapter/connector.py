@@ -12,6 +12,7 @@ from weakref import WeakSet
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -26,7 +27,7 @@ from .. import identity as identities
 from ..announcing import Announcer
 from ..configured import Settings, has_shared_tier
 from ..names import Names, owner_of
-from ..paged.views import pages_of
+from ..paged.views import orders_of_parts, pages_of
 from ..plan import Boundary, Owner, Scheduled
 from ..planner import Planner
 from ..scheduler import MEMORY, Orders, Report, Scheduler, patience_of
@@ -61,6 +62,13 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         return WorkerMetadata(self.report.add(other.report))
 
 
+class Handshake(KVConnectorHandshakeMetadata):
+    """From each worker to the scheduler's half at start-up: how it calls its KV, which depends on its layers."""
+
+    def __init__(self, names: Sequence[Sequence[Names]]) -> None:
+        self.names = names
+
+
 class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """KV that outlives the process, verified before it is used.
 
@@ -75,12 +83,13 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         platform.check_version()
         transfer = self._kv_transfer_config
         parallel = vllm_config.parallel_config
-        self._rank = _tensor_rank() if role == KVConnectorRole.WORKER else 0
-        ranks = int(parallel.tensor_parallel_size)
-        self._settings = settings = Settings.read(transfer.kv_connector_extra_config, ranks=ranks)
+        self._heads, self._stages = int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size)
+        self._stage, self._rank = platform.place() if role == KVConnectorRole.WORKER else (0, 0)
+        extra = transfer.kv_connector_extra_config
+        self._settings = settings = Settings.read(extra, ranks=self._heads * self._stages)
         self._identities = identities.identify_groups(
             vllm_config, kv_cache_config, rank=self._rank, about=partial(platform.about_model, vllm_config),
-            pages=settings.pages,
+            pages=settings.pages, shards=settings.shards,
         )  # fmt: skip
         self._groups = settings.groups(self._identities)
         order = tuple(one.group for one in self._identities)
@@ -100,12 +109,13 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     'Put "kv_load_failure_policy": "recompute" into --kv-transfer-config, and it is computed instead.',
                     transfer.kv_load_failure_policy,
                 )
-            self._scheduler = self._open_scheduler(ranks)
+            if self._stages == 1:
+                self._scheduler = self._open_scheduler([self._names(rank) for rank in range(self._heads)])
         else:
             self._worker = self._open_worker()
             _WORKERS.add(self._worker)
 
-    def _open_scheduler(self, ranks: int) -> Scheduler:
+    def _open_scheduler(self, ranks: Sequence[Sequence[Sequence[Names]]]) -> Scheduler:
         config, hash_tokens = self._config, self._identities[0].hash_tokens
         opened = self._settings.opened(self._identities[0].geometry)
         index = Engine.open(opened, self._identities[0].spec, role="index") if has_shared_tier(config) else None
@@ -117,29 +127,36 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         announcer = None
         if events is not None and events.enable_kv_cache_events:
             announcer = Announcer(chunk_tokens=self._groups[0].chunk_tokens, hash_tokens=hash_tokens)
-        names = [self._names(rank) for rank in range(ranks)]
-        return Scheduler(planner, names, index, announcer, asynchronous=self._settings.async_load)
+        return Scheduler(planner, ranks, index, announcer, asynchronous=self._settings.async_load)
 
     def _open_worker(self) -> Worker:
-        largest = max(self._identities, key=lambda one: one.geometry.layers * one.geometry.page_elements)
-        # One rank keeps on a tier that all share what all ranks compute alike.
-        stores = self._rank == 0 or not all(one.spec.replicated for one in self._identities)
+        there = [one for one in self._identities if one.layer_names]
+        largest = max(there, key=lambda one: one.geometry.layers * one.geometry.page_elements)
+        # One rank keeps on a tier that all share what all ranks of its stage compute alike.
+        stores = self._rank == 0 or not all(one.spec.replicated for one in there)
         opened = partial(self._settings.opened, stores=stores)
         first = Engine.open(opened(largest.geometry), largest.spec)
-        engines = [
-            first if one is largest else first.sibling(one.spec, opened(one.geometry)) for one in self._identities
-        ]
-        for engine, group in zip(engines, self._groups, strict=True):
-            log.info(
-                "kvloom: chunks of %d tokens, tiers %s, fingerprint %s, rank %d",
-                group.chunk_tokens, ", ".join(first.tiers), engine.fingerprint, self._rank,
-            )  # fmt: skip
-        parts = map(Part, engines, self._names(self._rank), (group.block_tokens for group in self._groups))
+        parts: list[list[Part]] = []
+        for identity, group, names in zip(self._identities, self._groups, self._names(self._rank), strict=True):
+            parts.append([])
+            for spec, name in zip(identity.of_rank(self._rank), names, strict=True):
+                known = spec == first.spec and identity is largest
+                engine = first if known else first.sibling(spec, opened(identity.geometry))
+                log.info(
+                    "kvloom: chunks of %d tokens, tiers %s, fingerprint %s, rank %d",
+                    group.chunk_tokens, ", ".join(first.tiers), engine.fingerprint, self._number,
+                )  # fmt: skip
+                parts[-1].append(Part(engine, name, group.block_tokens))
         return Worker(
-            [*parts], rank=self._rank, asynchronous=self._settings.async_load,
+            parts, rank=self._number, asynchronous=self._settings.async_load,
             by_request=self._settings.by_request(self._identities), by_layer=self._by_layer(),
             written_first=platform.written_first(self._vllm_config, self._kv_cache_config),
         )  # fmt: skip
+
+    @property
+    def _number(self) -> int:
+        """The worker's among all ranks of the engine."""
+        return self._stage * self._heads + self._rank
 
     def _by_layer(self) -> bool:
         if self._settings.by_layer and self._vllm_config.speculative_config is not None:
@@ -147,15 +164,20 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return False
         return self._settings.by_layer
 
-    def _names(self, rank: int) -> list[Names]:
-        """By group."""
+    def _names(self, rank: int) -> list[list[Names]]:
+        """By group and part, of a rank with the same layers."""
         format = self._settings.connector.format
         return [
-            Names(one.of_rank(rank), one.geometry, format, chunk_tokens=group.chunk_tokens)
+            [Names(spec, one.geometry, format, chunk_tokens=group.chunk_tokens) for spec in one.of_rank(rank)]
             for one, group in zip(self._identities, self._groups, strict=True)
         ]
 
     # -- the scheduler's half ------------------------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """With pipeline parallelism only the stages themselves know their layers. Called before the first request."""
+        if self._stages > 1:
+            self._scheduler = self._open_scheduler([shake.names for _, shake in sorted(metadata.items())])
 
     def on_new_request(self, request: Any) -> None:
         assert self._scheduler is not None
@@ -232,14 +254,32 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # -- the worker's half ---------------------------------------------------------------------------------------------
 
+    def get_handshake_metadata(self) -> Handshake | None:
+        return Handshake(self._names(self._rank)) if self._stages > 1 else None
+
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         assert self._worker is not None
         for group, identity in enumerate(self._identities):
+            if not identity.layer_names:
+                continue
             pages = pages_of(kv_caches, identity, int(self._kv_cache_config.num_blocks))
-            order = None
+            orders = None
             if not self._settings.pages:
                 order = page_order(self._vllm_config, identity, kv_caches).to(pages[0].device)
-            self._worker.attach(pages, order=order, group=group)
+                orders = orders_of_parts(order, identity)
+            self._worker.attach(pages, orders=orders, group=group)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """The engine is about to sleep (since 0.33): nothing reads its KV any more. Memory and tiers keep theirs."""
+        assert self._worker is not None
+        self._worker.end_transfers()
+
+    def restore_kv_caches(self) -> None:
+        """The engine is awake: its tensors are where they were, and vLLM does not use what they held."""
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert self._worker is not None and isinstance(kv_connector_metadata, Metadata)
@@ -364,12 +404,6 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             for request, states in blocks.boundary_state_offloads.items():
                 for group, block, tokens in states:
                     yield Boundary(request, ours[group], block, tokens)
-
-
-def _tensor_rank() -> int:
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-
-    return int(get_tensor_model_parallel_rank())
 
 
 def _talk() -> None:

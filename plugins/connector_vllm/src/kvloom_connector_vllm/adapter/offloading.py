@@ -94,7 +94,7 @@ class KVLoomOffloadingSpec(OffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> KVLoomWorker:
         if self._worker is None:
             if self._vllm_config is None:
-                raise RuntimeError("vLLM does not say how it is configured; kvloom is tested with vLLM 0.32")
+                raise RuntimeError("vLLM does not say how it is configured; kvloom is tested with vLLM 0.32 and 0.33")
             self._worker = KVLoomWorker(*self._staged(kv_caches))
         return self._worker
 
@@ -183,20 +183,25 @@ class KVLoomManager(OffloadingManager):
 
 
 class KVLoomWorker(OffloadingWorker):
-    """In a worker: copies, in order, on a thread beside the engine's."""
+    """In a worker: copies, in order, on a thread beside the engine's; loads that a step waits for on another."""
 
     def __init__(self, copier: Copier, device: torch.device) -> None:
         self._copier = copier
         self._device = device
         self._thread = ThreadPoolExecutor(1, "kvloom-offload-copy")
+        self._expedited = ThreadPoolExecutor(1, "kvloom-offload-expedited")
         self._jobs: dict[int, Future[tuple[int, float]]] = {}
         self._pace = Pace()
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        return self._submit(job_id, self._copier.store, dst_spec, src_spec)
+        return self._submit(self._thread, job_id, self._copier.store, dst_spec, src_spec)
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        return self._submit(job_id, self._copier.load, src_spec, dst_spec)
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
+        """expedited: the step waits for it, so that it comes before loads that were submitted earlier (since 0.33)."""
+        thread = self._expedited if expedited else self._thread
+        return self._submit(thread, job_id, self._copier.load, src_spec, dst_spec)
 
     def get_finished(self) -> list[TransferResult]:
         self._pace(self._jobs.values())
@@ -209,12 +214,16 @@ class KVLoomWorker(OffloadingWorker):
 
     def shutdown(self) -> None:
         self._thread.shutdown()
+        self._expedited.shutdown()
         self._copier.close()
 
-    def _submit(self, job: int, copy: Callable[..., int], places: LoadStoreSpec, blocks: GPULoadStoreSpec) -> bool:
+    def _submit(
+        self, thread: ThreadPoolExecutor, job: int, copy: Callable[..., int], places: LoadStoreSpec,
+        blocks: GPULoadStoreSpec,
+    ) -> bool:  # fmt: skip
         assert isinstance(places, Places)
         whole = Blocks(blocks.block_ids.tolist(), blocks.group_sizes, blocks.block_indices)
-        self._jobs[job] = self._thread.submit(_timed, copy, places.order, whole, mark(self._device))
+        self._jobs[job] = thread.submit(_timed, copy, places.order, whole, mark(self._device))
         return True
 
     def _result(self, job: int, future: Future[tuple[int, float]]) -> TransferResult:

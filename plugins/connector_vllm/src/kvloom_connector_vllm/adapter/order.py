@@ -13,7 +13,8 @@ from ..paged.views import order_of
 
 
 def page_order(config: Any, identity: Identity, kv_caches: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """int64 `[page_elements]`: where in a page each element of K and V is; `views.order_of` says in which order.
+    """int64 `[page_elements]`: where in a page each element of K and V is, of all parts; `views.order_of` says in which
+    order.
 
     ValueError, saying so, for memory whose order is not known: `connector: vllm` keeps pages of any order.
     """

@@ -9,7 +9,7 @@ import torch
 import vllm
 from vllm.platforms import current_platform
 
-TESTED = ((0, 32), (0, 33))
+TESTED = ((0, 32), (0, 34))
 """At least, and below: the versions that the tests run with."""
 
 
@@ -44,6 +44,22 @@ def check_version() -> None:
     if not TESTED[0] <= version < TESTED[1]:
         low, high = (".".join(map(str, one)) for one in TESTED)
         warnings.warn(f"kvloom is tested with vLLM from {low} to below {high}, not {vllm.__version__}", stacklevel=2)
+
+
+def planning() -> Any:
+    """vLLM's module that divides layers into groups of KV cache; another one since 0.33."""
+    try:
+        from vllm.v1.core import kv_cache_planning as found
+    except ImportError:
+        from vllm.v1.core import kv_cache_utils as found
+    return found
+
+
+def place() -> tuple[int, int]:
+    """The stage of a pipeline that this worker is in, and its rank there."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+
+    return int(get_pp_group().rank_in_group), int(get_tensor_model_parallel_rank())
 
 
 def written_first(config: Any, kv_cache_config: Any) -> bool:

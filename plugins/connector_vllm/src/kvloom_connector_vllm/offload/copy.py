@@ -73,7 +73,8 @@ class _Layers:
 
 
 class Copier:
-    """One rank's copies, on one thread, in the order in which the scheduler asked for them.
+    """One rank's copies, in the order in which the scheduler asked for them. Loads of other blocks and slots than those
+    of all copies under way may run beside them.
 
     groups: for each group of layers its pages, uint8 `[num_blocks, page_bytes]`, all on one device. A key stands for
     `chunk_blocks` blocks; in its slot a block's pages follow each other, then those of the next block, then zeros.

@@ -16,7 +16,7 @@ from .. import native
 from .bounce import BounceBuffers, Near, mark
 from .layers import LayerEvents
 from .move import Move
-from .settings import VLLMConfig
+from .settings import VLLMBlobConfig, VLLMConfig
 from .slots import Slots
 from .table import PageTable
 
@@ -151,7 +151,8 @@ class VLLMConnector(GPUConnector):
         known = self._known_pages
         if known is not None and known.views is pages and known.places == _places(pages):
             return known
-        found = _Pages.of(pages, self._geometry.page_elements, None if self.spec is None else self.spec.torch_dtype)
+        elements = self._geometry.page_elements + self._geometry.surrounding_elements
+        found = _Pages.of(pages, elements, None if self.spec is None else self.spec.torch_dtype)
         if isinstance(pages, tuple):
             self._known_pages = found
         return found
@@ -234,8 +235,8 @@ class VLLMConnector(GPUConnector):
             here = torch.tensor([wanted[index] for index in kept], device=pages[0].device)
             for layer, view in enumerate(pages):
                 if to_pages:
-                    rows = self._rows(tensor, layer, **how)
-                    view.index_copy_(0, here, rows if len(kept) == len(wanted) else rows[kept])
+                    rows = self._rows(tensor, layer)
+                    self._put(view, here, rows if len(kept) == len(wanted) else rows[kept], **how)
                 else:
                     self._take(view, here, tensor, layer, **how)
 
@@ -273,8 +274,12 @@ class VLLMConnector(GPUConnector):
         torch.index_select(view, 0, ids, out=into[layer])
 
     def _rows(self, chunk: torch.Tensor, layer: int) -> torch.Tensor:
-        """One layer's pages of a chunk, `[blocks, page_elements]`."""
+        """One layer's pages of a chunk, `[blocks, page_elements]`, in the order of the chunk."""
         return chunk[layer]
+
+    def _put(self, view: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Rows, as `_rows` gives them, into one layer's pages."""
+        view.index_copy_(0, ids, rows)
 
     def _chosen(self, segments: Sequence[Segment], blocks: Sequence[int], first_block: int, its: _Pages) -> _Chosen:
         """The blocks of segments, in order. ValueError for one that there is not."""
@@ -354,11 +359,13 @@ class VLLMBlobConnector(VLLMConnector):
     """K and V of whole blocks (KV_BLOB), for engines whose pages are known inside out: codecs can work on it.
 
     `where`, besides that of `vllm`: `order`, int64 `[page_elements]` on the pages' device: where in a page the element
-    is that comes next in the order (plane, token, head, element of the head); each place once.
+    is that comes next in the order (plane, token, head, element of the head); each place once. If the geometry has
+    `surrounding_elements`, these are some of a page's heads, and the others are left alone.
     """
 
     type = "vllm_blob"
     format = MemoryFormat.KV_BLOB
+    Config = VLLMBlobConfig
     _words = VLLMConnector._words | {"order"}
 
     def __init__(self, config: VLLMConfig, spec: Any = None) -> None:
@@ -376,7 +383,7 @@ class VLLMBlobConnector(VLLMConnector):
         if not isinstance(order, torch.Tensor) or order.dtype != torch.int64 or tuple(order.shape) != (elements,):
             raise ValueError(f"order: expected an int64 tensor [{elements}]")
         if not self._about(order).each_once:
-            raise ValueError("order: each place of a page has to be in it once")
+            raise ValueError("order: expected places of a page, none of them twice")
 
     def _alike(self, its: _Pages, tensors: Sequence[torch.Tensor], *, order: torch.Tensor) -> bool:  # type: ignore[override]
         return super()._alike(its, tensors) and self._about(order).strides is not None
@@ -418,11 +425,18 @@ class VLLMBlobConnector(VLLMConnector):
         ordered = rows.view(len(ids), planes, self._geometry.block_tokens, hidden).transpose(0, 1)
         into[:, layer].view(ordered.shape).copy_(ordered)
 
-    def _rows(self, chunk: torch.Tensor, layer: int, *, order: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def _rows(self, chunk: torch.Tensor, layer: int) -> torch.Tensor:
         planes, _, tokens, hidden = chunk.shape
         step = self._geometry.block_tokens
-        ordered = chunk[:, layer].view(planes, tokens // step, step, hidden).transpose(0, 1)
-        return ordered.reshape(tokens // step, -1).index_select(1, self._about(order).inverse)
+        return chunk[:, layer].view(planes, tokens // step, step, hidden).transpose(0, 1).reshape(tokens // step, -1)
+
+    def _put(  # type: ignore[override]
+        self, view: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor, *, order: torch.Tensor
+    ) -> None:
+        if self._geometry.surrounding_elements:
+            view.index_put_((ids[:, None], order), rows)
+        else:
+            view.index_copy_(0, ids, rows.index_select(1, self._about(order).inverse))
 
     def _about(self, order: torch.Tensor) -> _Order:
         """The order as numbers, worked out once."""
@@ -431,7 +445,9 @@ class VLLMBlobConnector(VLLMConnector):
         if known is None or known.order is not order or known.version != version:
             assert self.spec is not None
             places, inverse = torch.sort(order)
-            each_once = torch.equal(places, torch.arange(len(order), device=order.device))
+            most = self._geometry.page_elements + self._geometry.surrounding_elements
+            # As many different ones as a whole page has are all of them.
+            each_once = bool(places[0] >= 0) and bool(places[-1] < most) and bool((places[1:] > places[:-1]).all())
             shape = (self.spec.kv_planes, self._geometry.block_tokens, self.spec.num_kv_heads, self.spec.head_size)
             known = self._known = _Order(
                 order, version, each_once, inverse, _strides(order.cpu().numpy().reshape(shape)) if each_once else None
@@ -446,7 +462,7 @@ class _Order(NamedTuple):
     version: int
     each_once: bool
     inverse: torch.Tensor
-    """The place in the order of each element of a page."""
+    """The place in the order of each element of a page, if it is a whole one."""
     strides: tuple[int, int, int, int] | None
     """The first place, and how far planes, tokens and heads are apart, in elements; None if they are not so placed, or
     the elements of a head do not follow each other."""

@@ -15,7 +15,7 @@ tensor of this shape."""
 
 
 class Geometry(Config):
-    """The shape of a page, and everything else that its bytes depend on; all of it is in the fingerprint."""
+    """The shape of a page, and everything else that its bytes depend on, which is in the fingerprint."""
 
     layers: int = Field(ge=1)
     """Number of layers with pages in a chunk."""
@@ -23,13 +23,16 @@ class Geometry(Config):
     """Tokens of the engine's block."""
     page_elements: int = Field(ge=1)
     """Size of one block in one layer, in elements of the KV's dtype."""
+    surrounding_elements: int = Field(default=0, ge=0)
+    """The further elements of the engine's page, if chunks hold only some of its heads. Not in the fingerprint: it
+    depends on the number of ranks, and the bytes of a chunk do not."""
     identity: dict[str, str | int | bool | list[str]] = Field(default_factory=dict)
     """Layout, attention backend, instruction set, the engine's hash and whatever else the adapter found."""
 
     @property
     def representation(self) -> dict[str, Any]:
         """Everything that determines the bytes of a chunk, as JSON values."""
-        return self.model_dump(mode="json")
+        return self.model_dump(mode="json", exclude={"surrounding_elements"})
 
 
 class VLLMConfig(Config):
@@ -37,6 +40,12 @@ class VLLMConfig(Config):
     """Filled in by the adapter."""
     staging: ByteSize = ByteSize(64 << 20)
     """Size of the buffers on a GPU, of each direction; they hold two chunks at least."""
+
+
+class VLLMBlobConfig(VLLMConfig):
+    shards: int = Field(default=0, ge=0)
+    """Keep the heads of all ranks in so many parts, whatever the number of ranks: engines whose numbers of ranks divide
+    it share their KV. 0: one for each rank, which is only of use to as many ranks."""
 
 
 class PagedConfig(Config):

@@ -10,7 +10,7 @@ from ..identity import Identity
 
 
 def pages_of(kv_caches: Mapping[str, torch.Tensor], identity: Identity, num_blocks: int) -> list[torch.Tensor]:
-    """A view `[num_blocks, page_elements]` of each layer's cache, in the identity's order of layers.
+    """A view `[num_blocks, page_elements]` of each layer's cache, of all parts, in the identity's order of layers.
 
     kv_caches: as vLLM registers them, `[blocks, heads, tokens, content]` in any order of memory in which a block's KV
     is in one piece; the kernels' blocks may be smaller than the manager's. ValueError, naming the layer, otherwise.
@@ -18,7 +18,7 @@ def pages_of(kv_caches: Mapping[str, torch.Tensor], identity: Identity, num_bloc
     missing = [name for name in identity.layer_names if name not in kv_caches]
     if missing:
         raise ValueError(f"layer {missing[0]}: vLLM registered no KV cache for it")
-    elements, dtype = identity.geometry.page_elements, identity.spec.torch_dtype
+    elements, dtype = identity.page_elements, identity.spec.torch_dtype
     pages = _states if identity.state else _pages
     return [pages(name, kv_caches[name], num_blocks, elements, dtype) for name in identity.layer_names]
 
@@ -66,15 +66,15 @@ _DIGIT = 128
 
 
 def order_of(write: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], identity: Identity) -> torch.Tensor:
-    """int64 `[page_elements]`: where `write` puts each element of a block's K and V.
+    """int64 `[page_elements]`: where `write` puts each element of a block's K and V, of all parts.
 
     write: takes K and V `[tokens, heads, size]` of one block, and gives its page, flat. The order is (plane, token,
     head, element of the head). ValueError if something is lost or changed on the way: then only the engine can read it.
     """
     spec, tokens = identity.spec, identity.geometry.block_tokens
-    shape = (2, tokens, spec.num_kv_heads, spec.head_size)
-    numbers = torch.arange(identity.geometry.page_elements).view(shape)
-    found, weight = torch.zeros(identity.geometry.page_elements, dtype=torch.int64), 1
+    shape = (2, tokens, identity.page_heads, spec.head_size)
+    numbers = torch.arange(identity.page_elements).view(shape)
+    found, weight = torch.zeros(identity.page_elements, dtype=torch.int64), 1
     while weight < numbers.numel():
         digits = (numbers // weight % _DIGIT).to(spec.torch_dtype)
         page = write(digits[0].contiguous(), digits[1].contiguous())
@@ -90,3 +90,9 @@ def order_of(write: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], identi
             "connector: K and V cannot be separated in the engine's pages; write vllm, which keeps them whole"
         )
     return order
+
+
+def orders_of_parts(order: torch.Tensor, identity: Identity) -> list[torch.Tensor]:
+    """int64 `[page_elements]` of each part: its heads' share of the order of a whole page."""
+    shape = (2, identity.geometry.block_tokens, identity.shards, -1)
+    return [part.reshape(-1) for part in order.view(shape).unbind(2)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -17,6 +18,7 @@ import typer
 
 from kvloom import ConfigError, output
 from kvloom_tools.configuration import File, load
+from kvloom_tools.vllm_groups import Group, groups_of, largest_of, share_of
 
 if TYPE_CHECKING:
     from kvloom import EngineConfig, KVSpec
@@ -68,6 +70,10 @@ def add(commands: typer.Typer) -> None:
             str | None,
             typer.Option(metavar="SPEC", help="A KVSpec, a config.json or its directory, or a name in the hub cache."),
         ] = None,
+        vllm: Annotated[
+            str | None,
+            typer.Option(metavar="MODEL", help="A model as vLLM takes it: bytes by group of its layers."),
+        ] = None,
         layers: Annotated[int | None, typer.Option(min=1, help="Layers that have KV.")] = None,
         kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V.")] = None,
         head_size: Annotated[int | None, typer.Option(min=1, help="Elements of one head.")] = None,
@@ -87,10 +93,18 @@ def add(commands: typer.Typer) -> None:
 
         rate = _prefill(prefill, params, flops)
         config, resolved = load(file)
-        sample = _sample(resolved, spec_of(Given(spec, layers, kv_heads, head_size, dtype)), config.chunk_tokens)
-        rows = [_row(choice, sample, rate) for choice in resolved.tiers]
+        groups: list[Group] = []
+        if vllm is None:
+            sample = _sample(resolved, spec_of(Given(spec, layers, kv_heads, head_size, dtype)), config.chunk_tokens)
+        else:
+            if (spec, layers, kv_heads, head_size) != (None,) * 4:
+                raise ConfigError("--vllm", "vLLM says what there is of the model; remove the other options")
+            groups = groups_of(vllm, file, dtype)
+            sample = largest_of(groups).sample(resolved)
+        share = share_of(groups)
+        rows = [_row(choice, sample, rate, share) for choice in resolved.tiers]
         _compare(rows)
-        tails = _tails(config, resolved, sample.spec)
+        tails = _tails(config, resolved, sample.spec) if vllm is None else [[]]
         if any(tails):
             _add_tails(rows, tails, resolved, sample)
         counts = [len(tail) for tail in tails]
@@ -100,12 +114,14 @@ def add(commands: typer.Typer) -> None:
                 "chunk_bytes": sample.nbytes,
                 "prefill_tokens_per_second": rate,
                 "prefill_is_estimated": rate is not None and prefill is None,
-                "tail_pieces": sum(counts) / len(counts),
-                "most_tail_pieces": max(counts),
+                "tail_pieces": None if groups else sum(counts) / len(counts),
+                "most_tail_pieces": None if groups else max(counts),
+                "groups": [group.as_json() for group in groups],
             }
             print(json.dumps({**about, "tiers": [asdict(row) for row in rows]}, indent=2))
         else:
-            _print(rows, sample, rate, "as given" if prefill is not None else "estimated from --params and --flops")
+            _print_groups(groups) if groups else _print_sample(sample)
+            _print(rows, rate, "as given" if prefill is not None else "estimated from --params and --flops")
             _print_tails(rows, counts)
         raise typer.Exit(1 if any(row.error for row in rows) else 0)
 
@@ -142,7 +158,7 @@ def _sample(resolved: Resolved, spec: Any, chunk_tokens: int) -> Sample:
     return sample
 
 
-def _row(choice: TierChoice, sample: Sample, rate: float | None) -> Row:
+def _row(choice: TierChoice, sample: Sample, rate: float | None, share: float) -> Row:
     from kvloom_tools.stores import said
 
     kind = "memory" if choice.backend is None else choice.backend.type
@@ -155,7 +171,7 @@ def _row(choice: TierChoice, sample: Sample, rate: float | None) -> Row:
     except Exception as error:
         row.error = said(error.__cause__ or error)
         return row
-    _fill(row, speed, sample, rate)
+    _fill(row, speed, sample, rate, share)
     return row
 
 
@@ -174,15 +190,16 @@ def _speed(choice: TierChoice, sample: Sample) -> Speed:
             return measure_store(store, serializer, sample)
 
 
-def _fill(row: Row, speed: Speed, sample: Sample, rate: float | None) -> None:
-    row.bytes_per_token = speed.blob_bytes / sample.num_tokens
+def _fill(row: Row, speed: Speed, sample: Sample, rate: float | None, share: float) -> None:
+    """share: the sample's of all bytes that are stored of its tokens."""
+    row.bytes_per_token = speed.blob_bytes / sample.num_tokens / share
     row.write_bytes_per_second = speed.write_bytes_per_second
     row.read_bytes_per_second = speed.read_bytes_per_second
     row.latency_seconds = speed.latency_seconds
     row.tokens_per_second = speed.read_bytes_per_second / row.bytes_per_token
     if row.capacity_bytes is not None:
         pages = -(-speed.blob_bytes // 4096) * 4096
-        row.capacity_tokens = row.capacity_bytes // pages * sample.num_tokens
+        row.capacity_tokens = int(row.capacity_bytes // pages * sample.num_tokens * share)
         if not row.capacity_tokens:
             row.warnings.append("its capacity is less than one chunk: it will hold nothing")
     if rate is not None:
@@ -249,12 +266,15 @@ def _compare(rows: Sequence[Row]) -> None:
             below.warnings.append(f"faster than {above.tier!r}, which is asked first: {remedy}")
 
 
-def _print(rows: Sequence[Row], sample: Sample, rate: float | None, origin: str) -> None:
-    """origin: of the rate."""
+def _print_sample(sample: Sample) -> None:
     output.say(
         f"{sample.spec.model}: {output.size(sample.nbytes // sample.num_tokens)} a token, "
         f"{output.size(sample.nbytes)} a chunk of {sample.num_tokens} tokens"
     )
+
+
+def _print(rows: Sequence[Row], rate: float | None, origin: str) -> None:
+    """origin: of the rate."""
     if rate is None:
         output.say("recomputing: not known; nothing is measured of the model: say --prefill-tokens-per-second")
     else:
@@ -265,6 +285,22 @@ def _print(rows: Sequence[Row], sample: Sample, rate: float | None, origin: str)
     for row in rows:
         for text in filter(None, (*row.warnings, row.error and f"not measured: {row.error}")):
             output.say(f"{row.tier}: {text}")
+
+
+def _print_groups(groups: Sequence[Group]) -> None:
+    columns = ("layers", "chunk", "blobs", "a token")
+    alike = Counter(
+        (group.kind, group.layers, group.chunk_tokens, group.parts, group.bytes_per_token) for group in groups
+    )
+    cells = [
+        (f"{count} x {kind}" if count > 1 else kind, str(layers), f"{chunk:,}", str(parts), output.size(size))
+        for (kind, layers, chunk, parts, size), count in alike.items()
+    ]
+    total = output.size(sum(group.bytes_per_token for group in groups))
+    title = f"bytes stored a token by group of layers: {total} in all, from all ranks"
+    output.print_table(title, ("group", *columns), cells, right=columns)
+    if any(group.state for group in groups):
+        output.say("states: at most, as they are kept only where a prompt or a step ends")
 
 
 def _cells(row: Row, rate: float | None) -> tuple[str, ...]:

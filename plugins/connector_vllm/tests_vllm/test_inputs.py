@@ -1,0 +1,51 @@
+"""Speculative decoding, and prompts that are not tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from conftest import Run, memory, tokens
+from test_prefixes import FOUND, PROMPTS
+from test_windows import generate
+
+
+def test_guesses_that_were_wrong_are_not_stored(run: Run) -> None:
+    """Of an answer that is found again, every token is as without speculation."""
+    turns = {"chat": {"prompt": tokens(5, 200), "turns": [[5, 6], tokens(6, 30), tokens(7, 20)], "max_tokens": 100}}
+    (control,) = run(turns, connector=False)
+    lookup = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    first, _, _, again, metrics = run(
+        turns, {"settle": {}}, {"forget": {}}, turns, {"metrics": {}}, tiers=[memory()],
+        config={"save_decode_cache": True}, speculative_config=lookup,
+    )  # fmt: skip
+    for found in (first, again):
+        assert [one["tokens"] for one in found] == [one["tokens"] for one in control]
+    assert [one["cached"] for one in again] == [128, 256, 384]
+    guessed, right = (metrics[f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted"))
+    assert right < guessed, "or it tests nothing"
+
+
+def test_a_draft_model_goes_on_from_its_own_kv(run: Run, tiny: Path) -> None:
+    """It is the model itself: unless its KV was loaded, too, and right, its guesses are wrong."""
+    speculative = {"method": "draft_model", "num_speculative_tokens": 3, "model": str(tiny)}
+    settings: dict[str, Any] = {"speculative_config": speculative}
+    asked = generate(PROMPTS, max_tokens=40)
+    _, control, _ = run(asked, asked, {"settle": {}}, **settings)
+    found, metrics = run(asked, {"metrics": {}}, enable_prefix_caching=False, **settings)
+    assert [one["cached"] for one in found] == FOUND
+    assert [one["tokens"] for one in found] == [one["tokens"] for one in control]
+    guessed, right = (metrics[f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted"))
+    assert right > 0.9 * guessed > 0
+
+
+def test_embeddings_are_told_apart(run: Run) -> None:
+    """A client sends them in place of tokens, and vLLM's hashes cover them."""
+    settings: dict[str, Any] = {"enable_prompt_embeds": True}
+    asked = {"embedded": {"seeds": [1, 2], "length": 300, "size": 256}}
+    first, control, _ = run(asked, asked, {"settle": {}}, **settings)
+    assert first[0]["tokens"] != first[1]["tokens"], "or it tests nothing"
+    assert [one["cached"] for one in first] == [0, 0]
+    (found,) = run({"embedded": {"seeds": [2, 1, 3], "length": 300, "size": 256}}, **settings)
+    assert [one["cached"] for one in found] == [256, 256, 0]
+    assert [one["tokens"] for one in found[:2]] == [control[1]["tokens"], control[0]["tokens"]]
