@@ -303,14 +303,12 @@ class Worker:
     def end_transfers(self) -> None:
         """Once this has returned, nothing reads or writes the engine's KV. Loads that are cut off have failed."""
         self.end_saves()
-        for load in (load for loads in self._loads.values() for load in loads if not load.over.is_set()):
-            load.cut_off = True
-            load.cancel()
+        self._end_loads()
 
     def close(self) -> None:
-        """Cancel work under way and write accepted chunks. Idempotent."""
+        """Cancel loads under way, and write what was saved, the last step's KV too. Idempotent."""
         self._end_step()
-        self.end_transfers()
+        self._end_loads()
         self._calls.shutdown()
         self._engine.close()
 
@@ -350,6 +348,11 @@ class Worker:
                 load.over.wait()
             self._loaded(request, self._loads.pop(request))
             self._report.loaded.add(request)
+
+    def _end_loads(self) -> None:
+        for load in (load for loads in self._loads.values() for load in loads if not load.over.is_set()):
+            load.cut_off = True
+            load.cancel()
 
     def _end_step(self) -> None:
         """Have the saves of the step before begin."""
