@@ -115,6 +115,8 @@ def test_a_file_whose_checksum_is_right_may_be_wrong_all_the_same(tmp_path: Path
         {"weights": torch.ones(2, 64, dtype=torch.float64)},
         {"weights": torch.full((2, 64), float("nan"))},
         {"weights": torch.ones(64)},
+        {"weights": torch.ones(3, 2, 64)},
+        {"weights": torch.ones(2, 3, 64)},
         {"planes": 3},
         {"transform": transform_of(1, 2, 64)},
         {"transform": transform_of(2, 2, 96)},

@@ -156,9 +156,9 @@ class CacheGenSerializer(Serializer):
             return Settings(self._mode, min(_KLT_BAND, hidden), step=self._config.step, profile=self._native)
         latent = hidden - _ROPE_CHANNELS
         shared_from = latent if planes == 1 and latent > 0 and latent % _BAND == 0 else 0
-        weights = None if self._profile is None else self._profile.weights
-        if weights is not None and weights.shape != (layers, hidden):
-            raise ValueError(f"a profile of {tuple(weights.shape)} layers and channels for KV of {(layers, hidden)}")
+        weights = None if self._profile is None else self._profile.steps
+        if weights is not None and weights.shape[1:] != (layers, hidden):
+            raise ValueError(f"a profile of {tuple(weights.shape[1:])} layers and channels for KV of {(layers, hidden)}")
         return Settings(self._mode, min(_BAND, hidden), shared_from, self._config.step, weights, bins)
 
 
