@@ -80,7 +80,10 @@ def codecs_for(subject: Subject, profile: Profile) -> dict[str, Codec]:
     for step in KLT_STEPS:
         found[f"klt {step:g}"] = served("klt", step, profile)
     for step in RULE_STEPS:
-        for rule, weights in (("each channel", deviations(subject)), ("one for all", torch.ones_like(profile.weights[0]))):
+        for rule, weights in (
+            ("each channel", deviations(subject)),
+            ("one for all", torch.ones_like(profile.weights[0])),
+        ):
             found[f"step {step:g}, {rule}"] = served("step", step, replace(profile, weights=weights))
     return found
 
