@@ -123,7 +123,7 @@ def rules(results: Results) -> str:
         "|---|---|---:|---:|---:|---:|",
     ]
     for name, result in runs(results).items():
-        for step in (0.5,):
+        for step in (0.25, 0.5, 0.75):
             for rule, suffix in RULES.items():
                 codec = result["codecs"][f"step {step:g}{suffix}"]
                 bits, error = codec["mean"]["bits_per_value"], codec["mean"]["k_error"]

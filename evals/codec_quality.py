@@ -36,7 +36,7 @@ from kvloom_serde_cachegen.streams import Mode, Settings
 HERE = Path(__file__).parent
 STEPS = (0.25, 0.375, 0.5, 0.75, 1.0)
 KLT_STEPS = (0.25, 0.375, 0.5, 0.75, 1.0)
-RULE_STEPS = (0.5,)
+RULE_STEPS = (0.25, 0.5, 0.75)
 """Steps of the other rules for K."""
 FLOOR_WINDOWS = 4
 

@@ -24,9 +24,9 @@ _PLACE_BYTES = 4
 
 
 def kept(kv: torch.Tensor) -> memoryview | None:
-    """The sinks of `[planes, layers, tokens, hidden]` in host memory, of which there are fewer than 65,536 layers and
-    tokens; None if there are none."""
-    planes, layers, tokens, hidden = kv.shape
+    """The sinks of `[planes, layers, tokens, hidden]` in host memory, with fewer than 65,536 layers and tokens; None if
+    there are none."""
+    planes, layers, tokens, _ = kv.shape
     if planes != 2 or max(layers, tokens) > 0xFFFF:
         return None
     values = kv[1].double()
