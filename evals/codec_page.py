@@ -13,7 +13,7 @@ LABELS = {"plain": "", "outliers": ", outliers"}
 NAMES = {"step 0.25": " (`high`)", "step 0.5": " (default)", "step 0.75": " (`small`)", "klt 0.5": " (default)"}
 RULES = {
     "each channel": ", each channel",
-    "half way, without a profile": "",
+    "one but for outliers, without a profile": "",
     "one for all": ", one for all",
     "a profile": ", profile",
 }
@@ -118,7 +118,7 @@ def rules(results: Results) -> str:
     lines = [
         "## Which step a channel of K should have\n",
         "A step that follows the channel alone spends as many bits on channels that the model hardly looks at; one for "
-        "all breaks where K has outliers.\n",
+        "all breaks where K has outliers. Steps of K are half of those of V.\n",
         "| model | K step follows | step | bits a value | K error | KL x 1e-4 |",
         "|---|---|---:|---:|---:|---:|",
     ]

@@ -34,7 +34,7 @@ from kvloom_serde_cachegen.serializer import CacheGenSerializer
 from kvloom_serde_cachegen.streams import Mode, Settings
 
 HERE = Path(__file__).parent
-STEPS = (0.125, 0.25, 0.375, 0.5, 0.75, 1.0, 1.5)
+STEPS = (0.25, 0.375, 0.5, 0.75, 1.0)
 KLT_STEPS = (0.25, 0.375, 0.5, 0.75, 1.0)
 RULE_STEPS = (0.25, 0.5, 0.75)
 """Steps of the other rules for K."""
@@ -80,7 +80,10 @@ def codecs_for(subject: Subject, profile: Profile) -> dict[str, Codec]:
     for step in KLT_STEPS:
         found[f"klt {step:g}"] = served("klt", step, profile)
     for step in RULE_STEPS:
-        for rule, weights in (("each channel", deviations(subject)), ("one for all", torch.ones_like(profile.weights))):
+        for rule, weights in (
+            ("each channel", deviations(subject)),
+            ("one for all", torch.ones_like(profile.weights[0])),
+        ):
             found[f"step {step:g}, {rule}"] = served("step", step, replace(profile, weights=weights))
     return found
 

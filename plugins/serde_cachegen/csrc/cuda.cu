@@ -128,6 +128,7 @@ int32_t kvz_cuda_encode(const KvzGeometry* g, const KvzSettings* s, KvzEncode* j
       run(encode_tiles<T, kCacheGen>, encode_shared(kCacheGen));
     } else {
       KVZ_LAUNCH(measure_channels<T>, count * work.blocks * ceil_div(g->hidden, kThreads), kThreads, 0, stream, *g, *s, jobs, work);
+      if (g->planes == 2) KVZ_LAUNCH(find_sinks<T>, count * work.blocks / 2, kThreads, 0, stream, *g, *s, jobs, work);
       KVZ_LAUNCH(choose_steps, count * work.blocks, kThreads, 0, stream, *g, *s, jobs, work);
       run(encode_tiles<T, kStep>, encode_shared(kStep));
     }

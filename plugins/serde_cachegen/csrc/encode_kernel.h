@@ -245,8 +245,10 @@ KVZ_KERNEL KVZ_BOUNDS(kTileThreads, 2) encode_tiles(KvzGeometry g, KvzSettings s
     } else if (is_constant(from, g.hidden, place.rows, width)) {
       if (lane() == 0) done.kind = kConst, done.bytes = 4, done.words = 0;
     } else {
-      bool one = column < (place.plane == 0 ? s.shared_from : g.hidden);
-      TileEncoder<StepSource<T>> tile{{from, g.hidden, work.codes + channel, work.centres + channel}, place.rows, width, work.chosen + channel, counts};
+      bool one = column < (place.plane == 0 ? s.shared_from : job.weights[1] != nullptr ? 0 : g.hidden);
+      int64_t of_stream = work.blocks / g.planes, searched = place.job * of_stream + place.number % of_stream;
+      const uint8_t* sinks = g.planes == 2 && work.has_sinks[searched] ? work.sinks + searched * s.tile_tokens : nullptr;
+      TileEncoder<StepSource<T>> tile{{from, g.hidden, work.codes + channel, work.centres + channel, sinks}, place.rows, width, work.chosen + channel, counts};
       tile.keep(one ? kOneStep : kChannelSteps, (one ? 1 : width) + width, raw, coder, words, int(work.room), done);
     }
   }

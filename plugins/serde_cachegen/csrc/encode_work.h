@@ -34,6 +34,8 @@ struct EncodeWork : TileWork {
   uint8_t* codes;
   int8_t* centres;
   uint8_t* chosen;                  // [jobs][blocks][hidden]
+  float* squares;                   // [jobs][blocks of a plane][tile_tokens], as the next: of `step` with two planes
+  uint8_t *sinks, *has_sinks;       // ... and [jobs][blocks of a plane]
   int64_t bytes;
 
   EncodeWork(const KvzGeometry& g, const KvzSettings& s, int64_t jobs, void* memory) {
@@ -48,6 +50,8 @@ struct EncodeWork : TileWork {
     int64_t stepped = s.mode == kStep ? jobs * channels : 0;
     means = arena.take<float>(stepped), sigmas = arena.take<float>(stepped);
     codes = arena.take<uint8_t>(stepped), centres = arena.take<int8_t>(stepped), chosen = arena.take<uint8_t>(jobs * channels);
+    int64_t searched = s.mode == kStep && g.planes == 2 ? jobs * cut.blocks : 0;
+    squares = arena.take<float>(searched * s.tile_tokens), sinks = arena.take<uint8_t>(searched * s.tile_tokens), has_sinks = arena.take<uint8_t>(searched);
     bytes = arena.at - static_cast<uint8_t*>(memory) + 64;
   }
 };

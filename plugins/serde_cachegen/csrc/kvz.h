@@ -142,6 +142,14 @@ KVZ_BOTH bool is_finite(float value) { return (as_bits(value) & 0x7f800000u) != 
 
 constexpr int kCodesBelowTop = 80;  // Ten octaves: what is that far below the largest channel counts as no lower.
 
+// The steps of K, where there is V, relative to those of V: noise in K does more harm.
+constexpr float kStepOfK = 0.5f;
+// A token is an attention sink if its V has less than this part of the squares that V has on average. Other tokens attend to sinks much
+// more than to what they say, so that sinks are kept bit for bit: unless there are more than one in so many tokens.
+constexpr float kSinkSquares = 0.09f;
+constexpr int kTokensOfSink = 16;
+constexpr int kCodesAbove = 8;  // By so much the step of a channel may be above the mean before its own step is coarser.
+
 // The code of the step nearest to `wanted` on a logarithmic scale.
 KVZ_BOTH int step_code(float wanted) {
   if (!(wanted > kSteps[0])) return 0;
@@ -153,6 +161,12 @@ KVZ_BOTH int step_code(float wanted) {
   }
   return nearest;
 }
+
+// Step, in standard deviations, of a plane.
+KVZ_BOTH float step_of(float step, int planes, int plane) { return planes == 2 && plane == 0 ? step * kStepOfK : step; }
+
+// The code of the step of a channel: that of all, `mean`, or coarser where `own` is far above it.
+KVZ_BOTH int level_code(int own, int mean) { return own > mean + kCodesAbove ? own - kCodesAbove : mean; }
 
 // Mean and standard deviation of a channel, from sums of differences to its first value, in the order of tokens.
 struct Moments {

@@ -46,7 +46,7 @@ struct KvzProfile {
 struct KvzEncode {
   const void* source;       // planes x [tokens, hidden], each plane contiguous
   int64_t plane_stride;     // in elements
-  const float* weights;     // [hidden]: relative steps of plane 0, or null
+  const float* weights[2];  // of each plane, [hidden]: relative steps, or null
   int32_t bins[2];          // `cachegen`: of each plane
   int32_t start;            // `klt`: position of the first token; -1 if it is not known, then K is not transformed
   const KvzProfile* profile;  // `klt`

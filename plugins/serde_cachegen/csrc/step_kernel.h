@@ -36,6 +36,38 @@ KVZ_KERNEL measure_channels(KvzGeometry g, KvzSettings s, const KvzEncode* jobs,
   work.means[at] = it.mean, work.sigmas[at] = it.sigma;
 }
 
+// A block for each block of tokens of a stream: its attention sinks, as `find_sinks` of the processor has them.
+template <typename T>
+KVZ_KERNEL find_sinks(KvzGeometry g, KvzSettings s, const KvzEncode* jobs, EncodeWork work) {
+  using Bits = typename T::Bits;
+  int64_t of_stream = work.blocks / g.planes;
+  const KvzEncode& job = jobs[block() / of_stream];
+  int token = int(block() % of_stream) * s.tile_tokens, rows = g.tokens - token < s.tile_tokens ? g.tokens - token : s.tile_tokens;
+  const Bits* values = static_cast<const Bits*>(job.source) + job.plane_stride + int64_t(token) * g.hidden;
+  float* squares = work.squares + block() * s.tile_tokens;
+  uint8_t* sinks = work.sinks + block() * s.tile_tokens;
+  for (int row = thread() / 32; row < rows; row += threads() / 32) {
+    float own = 0.0f, sum = 0.0f;
+    for (int c = lane(); c < g.hidden; c += kLanes) {
+      float value = T::load(values[int64_t(row) * g.hidden + c]);
+      own += is_finite(value) ? value * value : 0.0f;
+    }
+    for (int each = 0; each < kLanes; ++each) sum += from_lane(own, each);
+    if (lane() == 0) squares[row] = sum;
+  }
+  sync_block();
+  float partial = 0.0f, sum = 0.0f;
+  for (int row = lane(); row < rows; row += kLanes) partial += squares[row];
+  for (int each = 0; each < kLanes; ++each) sum += from_lane(partial, each);
+  float most = kSinkSquares * (sum / float(rows));
+  int count = 0;
+  for (int row = lane(); row < rows; row += kLanes) count += squares[row] < most;
+  count = sum_of(count);
+  if (thread() >= 32) return;
+  for (int row = lane(); row < rows; row += kLanes) sinks[row] = squares[row] < most;
+  if (lane() == 0) work.has_sinks[block()] = count > 0 && count <= rows / kTokensOfSink;
+}
+
 // A block for each block of tokens: steps and centres, as `StepEncoder` has them. Each warp has some of the bands.
 KVZ_KERNEL choose_steps(KvzGeometry g, KvzSettings s, const KvzEncode* jobs, EncodeWork work) {
   BlockPlace place(g, s, work.blocks, block());
@@ -47,19 +79,20 @@ KVZ_KERNEL choose_steps(KvzGeometry g, KvzSettings s, const KvzEncode* jobs, Enc
   float partial = 0.0f, sum = 0.0f;
   for (int c = lane(); c < counted; c += kLanes) partial += sigmas[c];
   for (int each = 0; each < kLanes; ++each) sum += from_lane(partial, each);
-  float shared = s.step * (sum / float(counted));
-  const float* weights = place.plane == 0 ? jobs[place.job].weights : nullptr;
-  int least = 0, mean = 0;
+  float step = step_of(s.step, g.planes, place.plane), shared = step * (sum / float(counted));
+  const float* weights = jobs[place.job].weights[place.plane];
+  if (place.plane == 1 && weights != nullptr) shared_to = 0;
+  int mean = 0;
   if (weights == nullptr) {
     int top = 0, total = 0, known = 0;
     for (int c = shared_to + lane(); c < g.hidden; c += kLanes) {
-      int code = step_code(s.step * sigmas[c]);
+      int code = step_code(step * sigmas[c]);
       top = code > top ? code : top;
     }
     top = largest_of(top);
-    least = top > kCodesBelowTop ? top - kCodesBelowTop : 0;
+    int least = top > kCodesBelowTop ? top - kCodesBelowTop : 0;
     for (int c = shared_to + lane(); c < g.hidden; c += kLanes) {
-      int code = step_code(s.step * sigmas[c]);
+      int code = step_code(step * sigmas[c]);
       if (sigmas[c] > 0.0f) total += code > least ? code : least, known += 1;
     }
     total = sum_of(total), known = sum_of(known);
@@ -75,8 +108,7 @@ KVZ_KERNEL choose_steps(KvzGeometry g, KvzSettings s, const KvzEncode* jobs, Enc
       float wanted = shared;
       if (!one && weights != nullptr) wanted = shared * weights[c];
       if (!one && weights == nullptr) {
-        int own = step_code(s.step * sigmas[c]);
-        wanted = kSteps[((own > least ? own : least) + mean + 1) / 2];
+        wanted = kSteps[level_code(step_code(step * sigmas[c]), mean)];
       }
       int code = channel_step(wanted, one ? farthest : means[c]);
       codes[c] = uint8_t(code);
@@ -92,6 +124,7 @@ struct StepSource {
   int stride;
   const uint8_t* codes;
   const int8_t* centres;
+  const uint8_t* sinks;  // Of its tokens, null if there are none.
 
   struct Channel {
     float inverse, step;
@@ -100,11 +133,12 @@ struct StepSource {
   KVZ_DEVICE Channel channel(int c) const { return {kInverseSteps[codes[c]], kSteps[codes[c]], kRoundsBits + uint32_t(centres[c] + kFirst)}; }
   KVZ_DEVICE Bits bits(int row, int c) const { return from[int64_t(row) * stride + c]; }
   // As symbol_of.
-  KVZ_DEVICE int symbol(int, Bits bits, const Channel& its) const {
+  KVZ_DEVICE int symbol(int row, Bits bits, const Channel& its) const {
     float rounded = T::load(bits) * its.inverse + kRounds;
     uint32_t symbol = as_bits(rounded) - its.first;
     bool in = symbol < uint32_t(kEscape);
     if constexpr (T::kDtype == kFP16 || T::kDtype == kE4M3 || T::kDtype == kE5M2) in = in && fabsf((rounded - kRounds) * its.step) <= T::kMax;
+    in = in && !(sinks != nullptr && sinks[row]);
     return in ? int(symbol) : kEscape;
   }
 };

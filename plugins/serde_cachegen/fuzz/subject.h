@@ -124,7 +124,7 @@ inline std::vector<uint8_t> encode_with(int set, const KvzGeometry& g, const Kvz
   const uint8_t fill = uint8_t(0x5b + 0x11 * set);
   Exact out(kvz_bound(&g, &s), fill, true);
   KvzEncode job{};
-  job.source = source.plane(0), job.plane_stride = source.stride(), job.weights = more.weights;
+  job.source = source.plane(0), job.plane_stride = source.stride(), job.weights[0] = job.weights[1] = more.weights;
   job.bins[0] = job.bins[1] = more.bins, job.start = more.start, job.out = out.begin(), job.capacity = out.size();
   give_profile(g, job);
   EXPECT(kvz_encode(&g, &s, &job, 1, scratch(kvz_encode_workspace(&g, &s), fill), 1, set) == kOk);

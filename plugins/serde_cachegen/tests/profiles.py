@@ -38,7 +38,7 @@ def profile_of(planes: int = 2, layers: int = 2, hidden: int = 64, *, klt: bool 
         "hidden": hidden,
         "head_size": hidden // 2,
         "calibrated_tokens": 1000,
-        "weights": torch.rand(layers, hidden) + 0.5,
+        "weights": torch.rand(planes, layers, hidden) + 0.5,
         "rotary_size": hidden // 2,
         "interleaved": False,
         "rotations": rotations_of(torch.rand(hidden // 4, dtype=torch.float64)),

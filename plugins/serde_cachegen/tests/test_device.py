@@ -61,8 +61,12 @@ def test_it_writes_the_same(
     how = settings_for(mode, kvs[0], band=band)
     if mode is Mode.CACHEGEN:
         how = replace(how, bins=[(4 + (seed + layer) % 60, 4 + seed // 60 % 60) for layer in range(shape[1])])
+    if seed % 2:
+        for kv in kvs:
+            kv[-1, :, 3::40] = (kv[-1, :, 3::40].float() * 0.1).to(dtype)  # attention sinks
     if seed % 3 == 0:
-        how = replace(how, weights=torch.rand(shape[1], shape[3], generator=torch.Generator().manual_seed(seed)) + 0.1)
+        weights = torch.rand(shape[0], shape[1], shape[3], generator=torch.Generator().manual_seed(seed)) + 0.1
+        how = replace(how, weights=weights[: 1 + seed % 2])
     if seed % 3 == 1:
         how = replace(how, shared_from=shape[3] // how.band * how.band)
     made = device.encode([kv.to(on) for kv in kvs], how, codec)

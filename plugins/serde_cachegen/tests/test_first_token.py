@@ -97,3 +97,50 @@ def test_what_is_no_first_token_is_refused(serializer: CacheGenSerializer) -> No
         back(serializer, [*streams, first], 1)
     with pytest.raises(CorruptBlobError):
         back(serializer, [*streams[:2], first])
+
+
+# -- attention sinks ---------------------------------------------------------------------------------------------------
+
+
+def with_sinks(start: int | None) -> Chunk:
+    chunk = chunk_of(start, 40)
+    chunk.tensor[:, :, 0] /= 30
+    chunk.tensor[1] += 5
+    for layer, token in SINKS:
+        chunk.tensor[1, layer, token] *= 0.1
+    return chunk
+
+
+SINKS = [(0, 7), (0, 31), (2, 7)]
+
+
+@pytest.mark.parametrize("start", [0, 256])
+def test_attention_sinks_come_back_as_they_were(serializer: CacheGenSerializer, start: int) -> None:
+    chunk = with_sinks(start)
+    blob = serializer.encode(chunk)
+    assert sum(memoryview(each).nbytes for each in blob) <= serializer.max_encoded_bytes(chunk)
+    got = back(serializer, blob, 40)
+    exact = (got == chunk.tensor).all(-1).all(0)
+    assert exact.nonzero().tolist() == sorted([*map(list, SINKS), *([layer, 0] for layer in range(3) if start == 0)])
+    numbers = serializer.layer_buffers([memoryview(each).nbytes for each in blob], chunk, {})
+    assert numbers is not None
+    for layers in (range(1), range(1, 3), range(2, 3)):
+        into = torch.zeros_like(got)[:, layers.start : layers.stop]
+        some = [blob[number] for number in (*layers, *numbers[0][1:])]
+        serializer.decode_layers(some, layers, Chunk(into, chunk.format, 40))
+        assert torch.equal(into, got[:, layers.start : layers.stop])
+
+
+@pytest.mark.parametrize("serializer", ["klt"], indirect=True)
+def test_what_are_no_sinks_is_refused(serializer: CacheGenSerializer) -> None:
+    *streams, sinks = map(bytes, serializer.encode(with_sinks(256)))
+    each = len(sinks) // 3
+    assert len(streams) == 4 and not streams[3]
+    far = sinks[:2] + b"\x28\0" + sinks[4:]
+    another_layer = sinks[: 2 * each] + b"\3\0" + sinks[2 * each + 2 :]
+    twice, backwards = sinks[:each] + sinks, sinks[2 * each :] + sinks[:each]
+    for wrong in (b"", sinks[:-1], sinks + b"\0", far, another_layer, twice, backwards):
+        with pytest.raises(CorruptBlobError, match="sinks"):
+            back(serializer, [*streams, wrong], 40)
+    got = back(serializer, [*streams, sinks[each:]], 40)
+    assert torch.equal(got[:, 0, 31], with_sinks(256).tensor[:, 0, 31])

@@ -163,6 +163,8 @@ def test_saving_writes_over_nothing_else_and_leaves_nothing(tmp_path: Path, monk
         {"weights": torch.ones(2, 64, dtype=torch.float64)},
         {"weights": torch.full((2, 64), float("nan"))},
         {"weights": torch.ones(64)},
+        {"weights": torch.ones(3, 2, 64)},
+        {"weights": torch.ones(2, 3, 64)},
         {"planes": 3},
         {"transform": transform_of(1, 2, 64)},
         {"transform": transform_of(2, 2, 96)},

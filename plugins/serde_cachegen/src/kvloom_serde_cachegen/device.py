@@ -123,7 +123,7 @@ def encoding(
     for number, job in enumerate(jobs):
         kv, layer = kvs[number // layers], number % layers
         job.source, job.plane_stride = _layer(kv, layer), streams.plane_stride(kv, geometry)
-        job.weights = None if weights is None else weights[layer].data_ptr()
+        job.weights[:] = streams.weights_of(weights, layer)
         job.bins[:] = settings.bins[layer] if settings.bins else (0, 0)
         job.out, job.capacity = out[number].data_ptr(), capacity
     needed = codec.kvz_cuda_encode_workspace(ctypes.byref(geometry), ctypes.byref(own), len(jobs))

@@ -134,7 +134,8 @@ class Profile:
     head_size: int
     calibrated_tokens: int
     weights: torch.Tensor
-    """float32 `[layers, hidden]`: relative steps of the channels of K for the mode `step`; geometric mean 1."""
+    """float32 `[planes, layers, hidden]`: relative steps of channels for the mode `step`, of geometric mean 1 in each
+    plane of a layer. `[layers, hidden]` in older profiles: those of K alone."""
     rotary_size: int
     """Number of first channels of each head that are rotated by position; even, 0 if none are."""
     interleaved: bool
@@ -154,7 +155,9 @@ class Profile:
             raise ValueError(f"impossible: {self.planes} planes of {self.hidden} channels in heads of {self.head_size}")
         if self.rotary_size % 2 or not 0 <= self.rotary_size <= self.head_size:
             raise ValueError(f"rotary_size: {self.rotary_size} of {self.head_size}")
-        _check("weights", self.weights, torch.float32, (self.layers, self.hidden), least=0.0)
+        _check("weights", self.steps, torch.float32, (len(self.steps), self.layers, self.hidden), least=0.0)
+        if len(self.steps) not in (1, self.planes):
+            raise ValueError(f"weights: of {len(self.steps)} planes, not {self.planes}")
         _check("rotations", self.rotations, torch.float32, (POSITION_BITS, self.rotary_size // 2, 2))
         if not bool(((self.rotations.double().square().sum(-1) - 1).abs() < 1e-6).all()):
             raise ValueError("rotations: not cosines and sines")
@@ -162,6 +165,11 @@ class Profile:
             raise ValueError(
                 f"transform: of {tuple(self.transform.means.shape)}, not {(self.planes, self.layers, self.hidden)}"
             )
+
+    @property
+    def steps(self) -> torch.Tensor:
+        """The weights of each plane that has some, `[planes, layers, hidden]`."""
+        return self.weights if self.weights.dim() == 3 else self.weights[None]
 
     @cached_property
     def id(self) -> bytes:

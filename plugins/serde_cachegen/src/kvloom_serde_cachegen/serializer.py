@@ -10,7 +10,7 @@ import torch
 
 from kvloom import EXACT, Buffers, Chunk, CorruptBlobError, KVSpec, MemoryFormat, Place, Serializer
 from kvloom.device import device_of
-from kvloom_serde_cachegen import device, first_token, gate, streams
+from kvloom_serde_cachegen import device, first_token, gate, sinks, streams
 from kvloom_serde_cachegen.bins import CacheGenConfig
 from kvloom_serde_cachegen.native_profile import NativeProfile, known
 from kvloom_serde_cachegen.settings import CodecConfig
@@ -71,9 +71,15 @@ class CacheGenSerializer(Serializer):
         starts = [1 if spares else chunk.start for chunk, spares in zip(chunks, spared, strict=True)]
         blobs = self._encode(rest, starts, place)
         return [
-            [*blob, first_token.kept(kv)] if spares else blob
-            for blob, kv, spares in zip(blobs, kvs, spared, strict=True)
+            self._with_exact(blob, kv, [first_token.kept(whole)] if spares else [])
+            for blob, kv, whole, spares in zip(blobs, rest, kvs, spared, strict=True)
         ]
+
+    def _with_exact(self, blob: Buffers, kv: torch.Tensor, first: Buffers) -> Buffers:
+        """Streams of `kv`, and the tokens that stay as they are."""
+        if self._mode is not Mode.KLT or (of_sinks := sinks.kept(kv.cpu())) is None:
+            return [*blob, *first]
+        return [*blob, *(first or [b""]), of_sinks]
 
     def _encode(
         self, kvs: Sequence[torch.Tensor], starts: Sequence[int | None], place: Place | None
@@ -87,12 +93,18 @@ class CacheGenSerializer(Serializer):
         ]
 
     def decode_many(self, blobs: Sequence[Buffers], into: Sequence[Chunk], place: Place | None = None) -> None:
+        whole = [_layers_of(chunk) for chunk in into]
+        apart = [sinks.apart(blob, kv.shape[1]) for blob, kv in zip(blobs, whole, strict=True)]
         with device.at(place):
-            parts = [first_token.restored(blob, _layers_of(chunk)) for blob, chunk in zip(blobs, into, strict=True)]
+            parts = [first_token.restored(blob, kv) for (blob, _), kv in zip(apart, whole, strict=True)]
         kvs = [kv for _, kv in parts]
         device.in_groups(
             kvs, lambda group: self._decode([parts[each][0] for each in group], [kvs[each] for each in group], 0, place)
         )
+        with device.at(place):
+            for (_, of_sinks), kv in zip(apart, kvs, strict=True):
+                if of_sinks is not None:
+                    sinks.restore(of_sinks, kv)
 
     def decodes_on(self, where: torch.device) -> bool:
         return device_of(where) is not None and device.library() is not None
@@ -101,19 +113,23 @@ class CacheGenSerializer(Serializer):
         self, lengths: Sequence[int], like: Chunk, params: Mapping[str, Any]
     ) -> Sequence[Sequence[int]] | None:
         num_layers = like.tensor.shape[1] if like.format is MemoryFormat.KV_BLOB else 0
-        if not num_layers or len(lengths) not in (num_layers, num_layers + 1):
+        if not num_layers or not num_layers <= len(lengths) <= num_layers + 2:
             return None
         shared = range(num_layers, len(lengths))
         return [(layer, *shared) for layer in range(num_layers)]
 
     def decode_layers(self, blob: Buffers, layers: range, into: Chunk) -> None:
+        blob, of_sinks = sinks.apart(blob, into.tensor.shape[1])
         streams_of, kv = first_token.restored(blob, into.tensor, layers.start)
         self._decode([streams_of], [kv], layers.start, None)
+        if of_sinks is not None:
+            sinks.restore(of_sinks, kv, layers.start)
 
     def max_encoded_bytes(self, chunk: Chunk) -> int:
         kv = _layers_of(chunk)
         first = kv[:, :, 0].numel() * kv.element_size()
-        return first + streams.bound(kv.shape, kv.dtype, self._settings(kv))
+        of_sinks = sinks.most_bytes(kv) if self._mode is Mode.KLT else 0
+        return first + of_sinks + streams.bound(kv.shape, kv.dtype, self._settings(kv))
 
     def _encode_on_device(self, kvs: Sequence[torch.Tensor], place: Place | None) -> list[Buffers]:
         codec = _kernels(kvs[0])
@@ -156,9 +172,11 @@ class CacheGenSerializer(Serializer):
             return Settings(self._mode, min(_KLT_BAND, hidden), step=self._config.step, profile=self._native)
         latent = hidden - _ROPE_CHANNELS
         shared_from = latent if planes == 1 and latent > 0 and latent % _BAND == 0 else 0
-        weights = None if self._profile is None else self._profile.weights
-        if weights is not None and weights.shape != (layers, hidden):
-            raise ValueError(f"a profile of {tuple(weights.shape)} layers and channels for KV of {(layers, hidden)}")
+        weights = None if self._profile is None else self._profile.steps
+        if weights is not None and weights.shape[1:] != (layers, hidden):
+            raise ValueError(
+                f"a profile of {tuple(weights.shape[1:])} layers and channels for KV of {(layers, hidden)}"
+            )
         return Settings(self._mode, min(_BAND, hidden), shared_from, self._config.step, weights, bins)
 
 

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from kvloom import Config
 
 QUALITY = {"high": 0.25, "default": 0.5, "small": 0.75}
-"""Quantiser steps, in standard deviations."""
+"""Quantiser steps of V, in standard deviations; K has half of them. Measured in docs/design/kvz.md."""
 MOST_STEP = 4.0
 _GATED_STEP = 0.75
 """Steps from this one on go through the gate, unless the configuration says otherwise."""
@@ -24,9 +24,9 @@ class CodecConfig(Config):
     common, which only the profile of a model tells. `lossless`: every bit comes back. `cachegen`: a scale for each
     token and as many levels as LMCache's CacheGen has."""
     quality: Literal["high", "default", "small"] | Annotated[float, Field(gt=0.0, le=MOST_STEP)] = "default"
-    """For `step` and `klt`: the steps in standard deviations; by name 0.25, 0.5 and 0.75."""
+    """For `step` and `klt`: the steps in standard deviations, in `step` those of V; by name 0.25, 0.5 and 0.75."""
     profile: Path | None = None
-    """The output of `kvloom calibrate` for this model: `klt` needs it; in `step` the steps of K follow it."""
+    """The output of `kvloom calibrate` for this model: `klt` needs it; in `step` the steps follow it."""
     codec_gate: bool | None = None
     """For both: refuse to start unless the profile says that this step does the model no harm. The default is `on`
     for `klt` and for steps of 0.75 or more (`small`), and `off` for others."""

@@ -72,7 +72,7 @@ class Encode(ctypes.Structure):
     _fields_ = [
         ("source", ctypes.c_void_p),
         ("plane_stride", ctypes.c_int64),
-        ("weights", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p * 2),
         ("bins", ctypes.c_int32 * 2),
         ("start", ctypes.c_int32),
         ("profile", ctypes.c_void_p),
@@ -126,8 +126,8 @@ class Settings:
     step: float = 0.5
     """`STEP`: in standard deviations."""
     weights: torch.Tensor | None = None
-    """`STEP`: relative steps of the channels of the first plane, float32 `[layers, hidden]`; else they follow each
-    channel's standard deviation."""
+    """`STEP`: relative steps of the channels of each plane, or of the first alone, float32 `[planes, layers, hidden]`;
+    else they follow standard deviations."""
     bins: Sequence[tuple[int, int]] = ()
     """`CACHEGEN`: for each layer those of K and of V, 4 to 63."""
     profile: NativeProfile | None = None
@@ -165,7 +165,7 @@ def encode(
     for layer, job in enumerate(jobs):
         job.source = kv.data_ptr() + layer * kv.stride(1) * kv.element_size()
         job.plane_stride = plane_stride(kv, geometry)
-        job.weights = None if settings.weights is None else settings.weights[layer].data_ptr()
+        job.weights[:] = weights_of(settings.weights, layer)
         job.bins[:] = settings.bins[layer] if settings.bins else (0, 0)
         job.start = start if start is not None and 0 <= start < POSITIONS else -1
         job.profile, job.bases = addresses(settings.profile, layer, kv.device)
@@ -241,6 +241,12 @@ def addresses(profile: NativeProfile | None, layer: int, device: torch.device) -
         return None, None
     there = profile.on(device)
     return there.about, there.of_layer(layer)
+
+
+def weights_of(weights: torch.Tensor | None, layer: int) -> tuple[int | None, int | None]:
+    """Addresses of `Settings.weights` of one layer, for each plane; None where there are none."""
+    given = [] if weights is None else [plane[layer].data_ptr() for plane in weights]
+    return given[0] if given else None, given[1] if len(given) > 1 else None
 
 
 def profile_of(stream: Buffer) -> bytes:

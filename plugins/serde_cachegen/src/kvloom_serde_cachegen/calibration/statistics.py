@@ -62,8 +62,8 @@ class Statistics:
 
     def weights(self) -> torch.Tensor:
         """`Profile.weights`."""
-        relative = 1 / self.costs()[0]
-        return (relative / relative.log().mean(1, keepdim=True).exp()).float()
+        relative = 1 / self.costs()
+        return (relative / relative.log().mean(2, keepdim=True).exp()).float()
 
     def transform(self) -> Transform:
         """`Profile.transform`. ValueError if too little was seen to make one."""
