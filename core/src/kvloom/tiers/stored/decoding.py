@@ -80,4 +80,3 @@ class DeviceDecoder:
         else:
             for job in batch:
                 job.error = error
-

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvloom import KVLoomError, pip_install
-from kvloom_serde_cachegen.settings import MOST_STEP
 
 if TYPE_CHECKING:
     import torch
@@ -124,6 +123,8 @@ class _Wanted:
 
 def _codecs(given: Sequence[str] | None, *, klt: bool) -> list[str]:
     """Names of codecs as serializers use them; `step/.50` becomes `step/0.5`."""
+    from kvloom_serde_cachegen.settings import MOST_STEP
+
     found = []
     for codec in given or [each for each in JUDGED if klt or not each.startswith("klt/")]:
         match = re.fullmatch(r"(step|klt)/(\d*\.?\d+)", codec)
