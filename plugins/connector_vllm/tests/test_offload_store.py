@@ -410,8 +410,8 @@ def test_settings_name_what_is_wrong() -> None:
             OffloadSettings.read(extra)
 
 
-def test_what_was_said_is_remembered_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiers = Pretended(tmp_path).tiers
+def test_what_was_said_is_remembered_up_to_a_bound(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiers = make().tiers
     numbers = iter(range(10**6))
 
     def fails(*_: object) -> None:

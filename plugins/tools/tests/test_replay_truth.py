@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kvloom import Engine, KVSpec
 from kvloom.builtin.dict_backend import DictBackend
 from kvloom.config import EngineConfig, resolve
+from kvloom.memory import pool
 from kvloom.plugins.registry import Registry
 from kvloom_tools.replay import Line, Replay, plan_tiers
 from kvloom_tools.replay.stack import Sums
@@ -203,9 +204,8 @@ def test_whatever_the_tiers_are(
     compare(config, SPEC, count=60, conversations=conversations, longest=8, seed=seed)
 
 
-def large(*tiers: dict[str, Any], save_tails: bool = False) -> dict[str, Any]:
-    memory = {"type": "memory", "capacity": "160MiB"}
-    return {"chunk_tokens": BIG_CHUNK, "tiers": [memory, *tiers], "save_tails": save_tails}
+def large(*tiers: dict[str, Any]) -> dict[str, Any]:
+    return {"chunk_tokens": BIG_CHUNK, "tiers": [{"type": "memory", "capacity": "160MiB"}, *tiers]}
 
 
 LARGE = {
@@ -215,8 +215,17 @@ LARGE = {
 
 
 @pytest.mark.parametrize(("name", "tails"), [("disk", False), ("disk, when memory lets go", False), ("disk", True)])
-def test_a_replay_gives_what_an_engine_with_memory_and_disk_gave(name: str, tails: bool, tmp_path: Path) -> None:
-    config = large({**LARGE[name], "path": str(tmp_path)}, save_tails=tails)
+def test_a_replay_gives_what_an_engine_with_memory_and_disk_gave(
+    name: str, tails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a quarter of the size: a chunk of 1 MiB is large. The slow test below has the sizes that engines have."""
+    for constant in ("_LARGE_BYTES", "_HEADROOM_BYTES"):
+        monkeypatch.setattr(pool, constant, getattr(pool, constant) // 4)
+    memory, disk = (
+        {"type": "memory", "capacity": "40MiB"},
+        {**LARGE[name], "path": str(tmp_path), "capacity": "60MiB"},
+    )
+    config = {"chunk_tokens": BIG_CHUNK // 4, "tiers": [memory, disk], "save_tails": tails}
     # What is being written to the disk cannot go from memory just then, so that something else goes: with `on_evict` it
     # depends on how fast the disk is. Pieces beside chunks leave gaps in the pool that a replay does not know of.
     within = 0.02 if "write" in LARGE[name] else 0.03 if tails else 0

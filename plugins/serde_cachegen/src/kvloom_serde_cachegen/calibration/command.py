@@ -135,7 +135,7 @@ class _Wanted:
 
 def _codecs(given: Sequence[str] | None, *, klt: bool) -> list[str]:
     """Names of codecs as serializers use them; `step/.50` becomes `step/0.5`."""
-    from kvloom_serde_cachegen.settings import MOST_STEP  # here: pydantic is not loaded for help
+    from kvloom_serde_cachegen.settings import MOST_STEP  # here: help loads no pydantic
 
     found = []
     for codec in given or [each for each in JUDGED if klt or not each.startswith("klt/")]:
