@@ -28,6 +28,7 @@ LAUNCHES = {
     "check_streams": ("kThreads", "0"), "number_tiles": ("32", "0"), "decode_tiles": ("kTileThreads", "kDecodeShared"),
     "restore_tokens": ("kThreads", "kRestoreShared"), "decode_runs": ("kThreads", "kWarps * WarpWords::kBytes"),
     "scale_tokens": ("kThreads", "0"), "measure_channels": ("kThreads", "0"), "choose_steps": ("kThreads", "0"),
+    "find_sinks": ("kThreads", "0"),
     "encode_tiles": ("kTileThreads", "encode_shared(kStep)"), "write_directories": ("32", "0"),
     "place_tiles": ("32", "0"), "count_symbols": ("kThreads", "kWarps * 256 * 4"), "make_tables": ("256", "256 * 6"),
     "encode_runs": ("kThreads", "kWarps * 512 * 4"), "write_run_directories": ("32", "0"),
