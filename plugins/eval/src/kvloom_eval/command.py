@@ -115,7 +115,8 @@ def _evaluate(
     except ValueError as error:
         raise KVLoomError(f"the model cannot be evaluated: {error}") from error
     about = {
-        "model": name if not Path(name).is_dir() else Path(name).resolve().name, "weights": spec.revision,
+        "model": name if not Path(name).is_dir() else Path(name).resolve().name,
+        "weights": spec.revision.partition(", on ")[0],
         "dtype": dtype, "prompts": "plain" if plain else "chat template", "seed": plan.seed,
         "text": f"Python {'.'.join(platform.python_version_tuple()[:2])}",
     }  # fmt: skip

@@ -16,7 +16,8 @@ FAMILIES = {"step": "o", "klt": "s", "others": "x"}
 
 def page(about: Mapping[str, object], codecs: Results | None, blending: Results | None, profile_bytes: int) -> str:
     """A page in Markdown. profile_bytes: size of the file that `klt` and `+profile` read, 0 if none was read."""
-    lines = [f"# {about['model']}: what is lost", "", ", ".join(f"{name} {value}" for name, value in about.items()), ""]
+    settings = "; ".join(f"{name}: {value}" for name, value in about.items() if name != "model")
+    lines = [f"# {about['model']} with lossy KV", "", settings, ""]
     if codecs is not None:
         lines += ["## Tasks", "", *tasks(codecs.tasks), "", "## Codecs", "", *codec_table(codecs), ""]
         if profile_bytes:

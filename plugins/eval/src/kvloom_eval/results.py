@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,6 +11,9 @@ from kvloom_eval.blending import FULL
 from kvloom_eval.rows import Row, Rows
 from kvloom_eval.running import EXACT, TEXT, WITHOUT
 from kvloom_eval.statistics import Mean
+
+Table = Mapping[str, Mapping[str, Row]]
+"""Rows of a task by codec or executor, then by item."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class Results:
 
 
 def of_codecs(rows: Rows, tasks: Sequence[str], codecs: Sequence[str]) -> Results:
-    """tasks: with their contexts, `needle/1024`. Items that a codec has no row of are left out of its figures."""
+    """tasks: with their contexts, `needle/1024`. Of a task, only items count that all have a row of which have any."""
     return _results(rows, tasks, [EXACT, *codecs, WITHOUT], EXACT, WITHOUT)
 
 
@@ -91,15 +94,24 @@ def as_json(results: Results) -> dict[str, Any]:
 
 
 def _results(rows: Rows, tasks: Sequence[str], names: Sequence[str], exact: str, without: str) -> Results:
-    judged = [_task(rows, each, exact, without) for each in tasks if each.partition("/")[0] != TEXT]
+    table = {task: _common(rows, task, names) for task in tasks}
+    judged = [_task(each, table[each], exact, without) for each in tasks if each.partition("/")[0] != TEXT]
     found = [each for each in judged if each is not None]
     kept = [each.name for each in found if not each.dropped]
     texts = [each for each in tasks if each.partition("/")[0] == TEXT]
-    return Results(found, [_scores(rows, each, kept, texts, exact) for each in names])
+    return Results(found, [_scores(table, each, kept, texts, exact) for each in names])
 
 
-def _task(rows: Rows, name: str, exact: str, without: str) -> Task | None:
-    with_it, alone = dict(rows.of(exact, name)), dict(rows.of(without, name))
+def _common(rows: Rows, task: str, names: Sequence[str]) -> Table:
+    """The rows of a task, of items that were measured by all: an interrupted run has some that were not."""
+    found = {by: dict(rows.of(by, task)) for by in names}
+    measured = [set(each) for each in found.values() if each]
+    items = set.intersection(*measured) if measured else set()
+    return {by: {item: row for item, row in each.items() if item in items} for by, each in found.items()}
+
+
+def _task(name: str, table: Table, exact: str, without: str) -> Task | None:
+    with_it, alone = table[exact], table[without]
     both = [each for each in with_it if each in alone]
     if not both:
         return None
@@ -118,15 +130,15 @@ def _task(rows: Rows, name: str, exact: str, without: str) -> Task | None:
     )
 
 
-def _scores(rows: Rows, by: str, kept: Sequence[str], texts: Sequence[str], exact: str) -> Scores:
+def _scores(tables: Mapping[str, Table], by: str, kept: Sequence[str], texts: Sequence[str], exact: str) -> Scores:
     right: dict[str, list[float]] = {}
     losses: dict[str, list[float]] = {}
     likelier: dict[str, list[float]] = {}
     matches: dict[str, float] = {}
     every: list[Row] = []
     for task in kept:
-        reference, ours = dict(rows.of(exact, task)), dict(rows.of(by, task))
-        both = [each for each in ours if each in reference]
+        reference, ours = tables[task][exact], tables[task][by]
+        both = list(ours)
         if not both:
             continue
         every += [ours[each] for each in both]
@@ -134,7 +146,7 @@ def _scores(rows: Rows, by: str, kept: Sequence[str], texts: Sequence[str], exac
         losses[task] = statistics.differences(right[task], [_share(reference[each], "right") for each in both])
         likelier[task] = [_share(ours[each], "probability") - _share(reference[each], "probability") for each in both]
         matches[task] = _mean([_share(ours[each], "exact") for each in both])
-    predicted = [(ours, dict(rows.of(exact, task))[item]) for task in texts for item, ours in rows.of(by, task)]
+    predicted = [(ours, tables[task][exact][item]) for task in texts for item, ours in tables[task][by].items()]
     every += [ours for ours, _ in predicted]
     return Scores(
         name=by,

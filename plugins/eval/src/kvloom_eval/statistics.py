@@ -50,5 +50,8 @@ def dropped(exact: Sequence[float], without: Sequence[float], chance: float) -> 
     if not whole.low > chance:
         return f"exact {whole.mean:.0%} ({whole.low:.0%} to {whole.high:.0%}) is not above chance, {chance:.0%}"
     if not loss.high < 0:
-        return f"no context {mean(without).mean:.0%} is not below exact, {whole.mean:.0%}: the answers are not read"
+        return (
+            f"no context {mean(without).mean:.0%} is not below exact {whole.mean:.0%} by more than the interval "
+            f"({loss.low:.0%} to {loss.high:.0%})"
+        )
     return ""
