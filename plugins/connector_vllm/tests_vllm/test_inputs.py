@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from conftest import Run, memory, tokens
 from test_prefixes import FOUND, PROMPTS
 from test_windows import generate
@@ -49,3 +50,28 @@ def test_embeddings_are_told_apart(run: Run) -> None:
     (found,) = run({"embedded": {"seeds": [2, 1, 3], "length": 300, "size": 256}}, **settings)
     assert [one["cached"] for one in found] == [256, 256, 0]
     assert [one["tokens"] for one in found[:2]] == [control[1]["tokens"], control[0]["tokens"]]
+
+
+def test_vllms_hashes_cover_images_from_where_they_are_on() -> None:
+    """Its names are those of chunks; models with images do not run without torchvision, which processors have not."""
+    pytest.importorskip("vllm")
+    from vllm import SamplingParams
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+
+    def hashes(image: str) -> list[bytes]:
+        place = PlaceholderRange(offset=20, length=4)
+        seen = MultiModalFeatureSpec(data=None, modality="image", identifier=image, mm_position=place)
+        request = Request(
+            image, [7] * 64, SamplingParams(max_tokens=1), None, mm_features=[seen],
+            block_hasher=get_request_block_hasher(16, sha256),
+        )  # fmt: skip
+        return [bytes(one) for one in request.block_hashes]
+
+    one, other = hashes("one"), hashes("other")
+    assert one == hashes("one") and len(one) == 4
+    assert one[0] == other[0] and not set(one[1:]) & set(other[1:])

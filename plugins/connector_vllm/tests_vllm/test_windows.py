@@ -110,9 +110,9 @@ def while_blocks_are_few(engine: Run, tmp_path: Path, few: dict[str, int], *, ma
 
 def test_many_streams_with_aborts_while_the_cache_is_small(hybrid: Run, tmp_path: Path) -> None:
     """20 MiB of KV for 40 streams: preempted, aborted after any number of tokens, cold and from both tiers."""
-    prompts = [tokens(1, 130 * (number % 4)) + tokens(10 + number, 150 + 11 * number) for number in range(40)]
-    aborted = {str(number): 1 + number % 20 for number in range(0, 40, 3)}
-    asked = {"streams": {"prompts": prompts, "max_tokens": 40, "aborted": aborted}}
+    prompts = [tokens(1, 130 * (number % 4)) + tokens(10 + number, 100 + 4 * number) for number in range(40)]
+    aborted = {str(number): 1 + 2 * number for number in range(0, 40, 3)}
+    asked = {"streams": {"prompts": prompts, "max_tokens": 120, "aborted": aborted}}
     size = {"max_num_seqs": 40, "max_model_len": 1024}
     (expected,) = hybrid({"streams": {**asked["streams"], "aborted": {}}}, connector=False, **size)
     few = {**size, "kv_cache_memory_bytes": 20 << 20}

@@ -85,7 +85,7 @@ def _divided(model: str, file: str, dtype: str | None) -> tuple[Any, Any]:
         runner: Any = SimpleNamespace(vllm_config=config, shared_kv_cache_layers={})
         specs = GPUModelRunner.get_kv_cache_spec(runner)
         resolve_kv_cache_layout(config, [WorkerBase.get_supported_kv_cache_layouts(runner)], specs.values())
-        (one,) = platform.planning().get_kv_cache_configs(config, [specs], [_MEMORY_BYTES])
+        one = platform.divided(config, specs, _MEMORY_BYTES)
         _, one.hash_block_size = kv_cache_utils.resolve_kv_cache_block_sizes(one, config)
     return config, one
 

@@ -46,13 +46,15 @@ def check_version() -> None:
         warnings.warn(f"kvloom is tested with vLLM from {low} to below {high}, not {vllm.__version__}", stacklevel=2)
 
 
-def planning() -> Any:
-    """vLLM's module that divides layers into groups of KV cache; another one since 0.33."""
+def divided(config: Any, specs: dict[str, Any], memory_bytes: int) -> Any:
+    """The KVCacheConfig of one rank that has layers with these specifications, by vLLM's own rules."""
     try:
-        from vllm.v1.core import kv_cache_planning as found
+        from vllm.v1.core import kv_cache_planning as planning  # since 0.33
     except ImportError:
-        from vllm.v1.core import kv_cache_utils as found
-    return found
+        from vllm.v1.core import kv_cache_utils as planning
+    groups = getattr(planning, "get_global_kv_cache_groups", None)
+    more = () if groups is None else (groups(config, [specs]),)
+    return planning.get_kv_cache_configs(config, [specs], [memory_bytes], *more)[0]
 
 
 def place() -> tuple[int, int]:
