@@ -15,7 +15,8 @@ import pytest
 import kvloom_testkit
 from kvloom import ConfigError
 from kvloom_testkit.engines import report, running
-from kvloom_testkit.engines.bench import Bench, NotApplicableError, NotMetError
+from kvloom_testkit.engines.base import NotApplicableError, NotMetError
+from kvloom_testkit.engines.bench import Bench
 from kvloom_testkit.engines.damage import damage
 from kvloom_testkit.engines.process import EndedError, HangError, RaisedError, RefusedError
 from kvloom_testkit.engines.prompts import tokens
@@ -23,6 +24,7 @@ from kvloom_testkit.engines.running import Row, check
 from kvloom_testkit.engines.subject import Subject
 
 KIT = Path(kvloom_testkit.__file__).parent
+REQUIREMENTS = report.VLLM.requirements
 
 
 class FakeBench:
@@ -33,8 +35,10 @@ class FakeBench:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, errors: dict[str, Exception]) -> None:
         self.tried: list[str] = []
         self.begun = 0
-        for number, about in running.REQUIREMENTS.items():
-            monkeypatch.setattr(running.EngineConformance, about.test, self._test(number, errors.get(number)))
+        for number, about in REQUIREMENTS.items():
+            test = self._test(number, errors.get(number))
+            test.__doc__ = getattr(running.EngineConformance, about.test).__doc__
+            monkeypatch.setattr(running.EngineConformance, about.test, test)
 
     def _test(self, number: str, error: Exception | None) -> Callable[..., None]:
         def test(requirements: object, bench: object) -> None:
@@ -62,24 +66,32 @@ def test_each_outcome_is_told_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     bench: Any = FakeBench(monkeypatch, errors)
     told: list[Row] = []
     rows = check(bench, tell=told.append)
-    assert told == rows and [row.id for row in rows] == bench.tried == list(running.REQUIREMENTS)
+    assert told == rows and [row.id for row in rows] == bench.tried == list(REQUIREMENTS)
     found = outcomes(rows)
     assert found["not met"] == ["E03", "E07"] and found["skipped"] == ["E05"] and len(found["met"]) == len(rows) - 3
     assert rows[2].reason == "in main-0/a" and rows[4].reason == "why" and rows[6].reason == "it raised"
     assert bench.begun == 2, "what failed is not gone on with"
 
 
+def test_a_measurement_is_said_of_what_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench: Any = FakeBench(monkeypatch, {})
+    measured = lambda self, bench: "1.5 ms"  # noqa: E731
+    measured.__doc__ = running.EngineConformance.test_E33_the_forward_path_does_not_wait.__doc__
+    monkeypatch.setattr(running.EngineConformance, REQUIREMENTS["E33"].test, measured)
+    assert [(row.outcome, row.reason) for row in check(bench, only=["E32", "E33"])] == [("met", ""), ("met", "1.5 ms")]
+
+
 def test_an_engine_that_does_not_start_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     bench: Any = FakeBench(monkeypatch, {"E01": RefusedError("needs a GPU")})
     rows = check(bench)
-    assert bench.tried == ["E01"] and outcomes(rows)["not tried"] == list(running.REQUIREMENTS)[1:]
+    assert bench.tried == ["E01"] and outcomes(rows)["not tried"] == list(REQUIREMENTS)[1:]
     assert rows[0].reason == "needs a GPU"
 
 
 def test_the_third_hang_or_end_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = {"E01": HangError("1"), "E03": RaisedError("x"), "E04": EndedError("2"), "E06": HangError("3")}
     bench: Any = FakeBench(monkeypatch, errors)
-    assert outcomes(check(bench))["not tried"] == list(running.REQUIREMENTS)[6:]
+    assert outcomes(check(bench))["not tried"] == list(REQUIREMENTS)[6:]
     assert bench.tried[-1] == "E06"
 
 
@@ -118,7 +130,7 @@ ROWS = [
 
 
 def test_junit_has_a_case_for_each_row() -> None:
-    suite = ElementTree.fromstring(report.xml(Subject.named("a.b:C"), ROWS))
+    suite = ElementTree.fromstring(report.xml(report.VLLM, Subject.named("a.b:C"), ROWS))
     assert suite.attrib["tests"] == "4" and suite.attrib["failures"] == "2" and suite.attrib["skipped"] == "1"
     cases = list(suite)
     assert [case.attrib["name"][:3] for case in cases] == ["E01", "E02", "E03", "E04"]
@@ -127,20 +139,26 @@ def test_junit_has_a_case_for_each_row() -> None:
 
 
 def test_json_has_the_rows_and_what_was_checked() -> None:
-    found = json.loads(json.dumps(report.document(Subject.named("a.b:C", extra={"x": 1}), "0.32.0", ROWS, short=True)))
+    subject = Subject.named("a.b:C", extra={"x": 1})
+    found = json.loads(json.dumps(report.document(report.VLLM, subject, "vLLM 0.32.0", ROWS, short=True)))
     assert found["connector"] == "a.b:C" and found["extra"] == {"x": 1} and found["short"] and len(found["rows"]) == 4
     assert found["summary"] == "a.b:C on vLLM 0.32.0: 1 met, 1 not met, 1 skipped, 1 not tried"
 
 
 OPTIONS: dict[str, Any] = dict.fromkeys(
-    ("--connector", "--offloading-spec", "--extra", "--chunk", "--block", "--tolerance", "--short", "--junit")
-)
+    (
+        "--connector", "--offloading-spec", "--secondary-tier", "--storage", "--extra", "--chunk", "--block",
+        "--tolerance", "--short", "--junit",
+    )
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "said"), [
     ({}, "--connector: missing"), ({"--connector": "a.b:1"}, "expected MODULE:CLASS"),
     ({"--connector": ":C"}, "expected MODULE:CLASS"), ({"--offloading-spec": "C"}, "--offloading-spec: expected"),
-    ({"--connector": "a:C", "--offloading-spec": "a:D"}, "--offloading-spec: it has"),
+    ({"--connector": "a:C", "--offloading-spec": "a:D"}, "--offloading-spec: something else is checked by --conn"),
+    ({"--secondary-tier": "a:"}, "--secondary-tier: expected"),
+    ({"--offloading-spec": "a:C", "--secondary-tier": "a:D"}, "--secondary-tier: something else"),
     ({"--connector": "a:C", "--extra": "{"}, "--extra: expected a JSON"),
     ({"--connector": "a:C", "--extra": "[]"}, "--extra: expected a JSON"),
     ({"--connector": "a:C", "--block": 32, "--chunk": 48}, "--chunk: expected a multiple"),
@@ -156,6 +174,11 @@ def test_other_engines_and_options_are_refused() -> None:
         report.run_options("other", OPTIONS, {}, [], 1.0, as_json=False)
     with pytest.raises(ConfigError, match="--repeat"):
         report.run_options("vllm", OPTIONS, {"--repeat": True}, [], 1.0, as_json=False)
+    for engine, option in (("vllm", "--storage"), ("sglang", "--connector"), ("sglang", "--block")):
+        with pytest.raises(ConfigError, match=f"{option}: `kvloom check engine {engine}` does not have"):
+            report.run_options(engine, {**OPTIONS, option: "a:C"}, {}, [], 1.0, as_json=False)
+    with pytest.raises(ConfigError, match="--storage: missing; write MODULE:CLASS, as SGLang imports it"):
+        report.run_options("sglang", OPTIONS, {}, [], 1.0, as_json=False)
 
 
 def test_settings_name_the_store_at_any_depth() -> None:
@@ -173,9 +196,18 @@ def test_an_offloading_spec_is_a_setting_of_vllms_connector() -> None:
     assert subject.extra == {"spec_name": "Spec", "spec_module_path": "a.b", "path": "{tmp}"}
 
 
-def test_every_requirement_has_a_mutant() -> None:
-    """Read, not imported: mutants need vLLM, and are run by `make test-engines`."""
-    sources = [path.read_text(encoding="utf-8") for path in (KIT / "mutants/engines").glob("*.py")]
+def test_a_secondary_tier_is_a_setting_of_vllms_tiering() -> None:
+    subject = Subject.of_tier("a.b:Tier", extra={"path": "{tmp}"}, chunk=64)
+    assert subject.cls == "OffloadingConnector" and subject.keeps_at_reset and subject.has_store
+    assert subject.extra["secondary_tiers"] == [{"type": "Tier", "module_path": "a.b", "path": "{tmp}"}]
+    assert subject.extra["block_size"] == 64
+    assert Subject.of_tier("fs", extra={}).extra["secondary_tiers"] == [{"type": "fs"}]
+
+
+@pytest.mark.parametrize(("engine", "folder"), [("vllm", "engines"), ("sglang", "storages")])
+def test_every_requirement_has_a_mutant(engine: str, folder: str) -> None:
+    """Read, not imported: mutants need the engine, and are run beside it."""
+    sources = [path.read_text(encoding="utf-8") for path in (KIT / "mutants" / folder).glob("*.py")]
     values = [
         node.value.value
         for source in sources
@@ -183,7 +215,7 @@ def test_every_requirement_has_a_mutant() -> None:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "breaks"
         if isinstance(node.value, ast.Constant)
     ]
-    assert set(values) == set(running.REQUIREMENTS)
+    assert set(values) == set(report.ENGINES[engine].requirements)
 
 
 def test_prompts_have_nothing_in_common() -> None:
@@ -205,5 +237,6 @@ def test_damage_changes_every_file(tmp_path: Path) -> None:
 
 
 def test_the_kit_is_imported_without_an_engine() -> None:
-    for path in (KIT / "engines").glob("*.py"):
-        assert not re.search(r"^\s*(import|from) (vllm|transformers)\b", path.read_text(encoding="utf-8"), re.MULTILINE)
+    for path in [*(KIT / "engines").glob("*.py"), *(KIT / "engines/requirements").glob("*.py")]:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"^\s*(import|from) (vllm|transformers|sglang)\b", text, re.MULTILINE)

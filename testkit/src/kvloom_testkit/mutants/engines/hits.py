@@ -9,8 +9,8 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
 
 from kvloom_testkit.mutants import Mutant
-from kvloom_testkit.reference.vllm_connector import DirectoryConnector, Metadata
-from kvloom_testkit.reference.vllm_groups import GroupsConnector
+from kvloom_testkit.reference.vllm.connector import DirectoryConnector, Metadata
+from kvloom_testkit.reference.vllm.groups import GroupsConnector
 
 
 class NeedsAnotherDevice(Mutant, DirectoryConnector):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvloom_testkit.engines.bench import Bench, Prompt, expect
+from kvloom_testkit.engines.base import expect
+from kvloom_testkit.engines.bench import Bench, Prompt
 from kvloom_testkit.engines.prompts import tokens
 
 
