@@ -198,9 +198,10 @@ def test_an_offloading_spec_is_a_setting_of_vllms_connector() -> None:
 
 def test_a_secondary_tier_is_a_setting_of_vllms_tiering() -> None:
     subject = Subject.of_tier("a.b:Tier", extra={"path": "{tmp}"}, chunk=64)
-    assert subject.cls == "OffloadingConnector" and subject.keeps_at_reset and subject.has_store
+    assert subject.cls == "OffloadingConnector" and subject.is_tier and subject.has_store
     assert subject.extra["secondary_tiers"] == [{"type": "Tier", "module_path": "a.b", "path": "{tmp}"}]
     assert subject.extra["block_size"] == 64
+    assert str(subject) == "a.b:Tier" and str(Subject.named("a.b:C")) == "a.b:C" and str(Subject.named("C")) == "C"
     assert Subject.of_tier("fs", extra={}).extra["secondary_tiers"] == [{"type": "fs"}]
 
 

@@ -166,7 +166,7 @@ class Bench(BaseBench):
     def forget(self, session: Session) -> None:
         """Empty the engine's own prefix cache."""
         expect(
-            session.engine.call("forget", connector=self.subject.keeps_at_reset),
+            session.engine.call("forget", connector=self.subject.is_tier),
             "the engine's own prefix cache could not be emptied: without requests, the connector holds blocks",
         )
 

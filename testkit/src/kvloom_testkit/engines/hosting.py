@@ -19,6 +19,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from multiprocessing import resource_tracker
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
@@ -26,12 +27,13 @@ _PR_SET_PDEATHSIG = 1
 
 def run(
     path: str, load: Callable[[], dict[str, Any]], driver: Callable[[], object],
-    orders: Mapping[str, Callable[..., Any]] | None = None,
+    orders: Mapping[str, Callable[..., Any]] | None = None, sweep: Callable[[], object] = lambda: None,
 ) -> None:  # fmt: skip
     """Answer orders until the kit closes the connection.
 
     path: of the socket. load: imports the engine; what it returns is what the kit knows of it. driver: makes the driver
-    of an engine. orders: functions that the kit may call by name, besides forks.
+    of an engine. orders: functions that the kit may call by name, besides forks. sweep: removes what engines leave behind
+    that were killed.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
@@ -41,6 +43,7 @@ def run(
         except BaseException as error:
             _write(lines, {"error": f"{type(error).__name__}: {error}"})
             raise
+        resource_tracker.ensure_running()  # outlives engines that are killed, and removes their shared memory
         gc.collect()
         gc.freeze()  # or each process would copy all of it at its first collection
         _write(lines, {"ok": hello})
@@ -56,6 +59,7 @@ def run(
                     connection.detach()
                     _become(order, path, driver)
             _write(lines, {"ok": answer})
+    sweep()
 
 
 def _become(order: dict[str, Any], path: str, driver: Callable[[], object]) -> None:

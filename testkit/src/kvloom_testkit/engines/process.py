@@ -20,6 +20,7 @@ from typing import Any
 _IMPORT_SECONDS = 180.0
 _LAST_WORDS = 600
 _STACK_SECONDS = 1.0
+_ENDING_SECONDS = 5.0
 
 
 class EngineError(Exception):
@@ -58,7 +59,7 @@ class Host:
         with (self.folder / "host.log").open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(self.folder / "socket")], stdin=subprocess.DEVNULL, stdout=log,
-                stderr=log, env={**os.environ, **environment}, start_new_session=True,
+                stderr=log, env={**os.environ, "TMPDIR": str(self.folder), **environment}, start_new_session=True,
             )  # fmt: skip
         try:
             self._orders = self._connection(time.monotonic() + seconds, self._process.poll)
@@ -104,8 +105,11 @@ class Host:
         if self._orders is not None:
             self._orders.close()
         self._listening.close()
-        _kill(self._process.pid)
-        self._process.wait()
+        try:
+            self._process.wait(_ENDING_SECONDS)  # it ends by itself, and what engines left in shared memory goes, too
+        except subprocess.TimeoutExpired:
+            _kill(self._process.pid)
+            self._process.wait()
         self._words = _end_of(self.folder / "host.log")
         shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -31,8 +31,10 @@ class Subject:
     """Seconds that the connector may take to store in the background."""
     seconds: float = 60.0
     """Deadline of each answer of the engine."""
-    keeps_at_reset: bool = False
-    """Its `reset_cache` empties only what is in front of its store, and has to when the engine's own cache is."""
+    label: str = ""
+    """Its name in reports, if that is not the connector's."""
+    is_tier: bool = False
+    """It is behind host memory, which is filled when it is asked, and emptied where the engine's own cache is."""
 
     @classmethod
     def named(cls, connector: str, **more: Any) -> Subject:
@@ -51,7 +53,7 @@ class Subject:
         """The subject of vLLM's OffloadingConnector with the spec `MODULE:CLASS`. Raises ConfigError."""
         module, name = place(spec, "--offloading-spec")
         whole = {"spec_name": name, "spec_module_path": module, **extra}
-        return cls.named("OffloadingConnector", extra=whole, **more)
+        return cls.named("OffloadingConnector", extra=whole, label=spec, **more)
 
     @classmethod
     def of_tier(cls, tier: str, *, extra: dict[str, Any], **more: Any) -> Subject:
@@ -64,7 +66,7 @@ class Subject:
         }  # fmt: skip
         if "chunk" in more:
             settings["block_size"] = more["chunk"]
-        return cls.named("OffloadingConnector", extra=settings, keeps_at_reset=True, **more)
+        return cls.named("OffloadingConnector", extra=settings, label=tier, is_tier=True, **more)
 
     @property
     def has_store(self) -> bool:
@@ -84,7 +86,7 @@ class Subject:
         }  # fmt: skip
 
     def __str__(self) -> str:
-        return f"{self.module}:{self.cls}" if self.module else self.cls
+        return self.label or (f"{self.module}:{self.cls}" if self.module else self.cls)
 
 
 def place(text: str, option: str, engine: str = "") -> tuple[str | None, str]:

@@ -89,7 +89,7 @@ class Lifetime:
         Usually: an index that is cleared and a store that is not, or stores under way that arrive afterwards.
         """
         session = bench.session()
-        if bench.subject.keeps_at_reset:
+        if bench.subject.is_tier:
             raise NotApplicableError("vLLM resets what is in front of it only")
         if not session.engine.call("supports_reset"):
             raise NotApplicableError("it has no reset_cache")

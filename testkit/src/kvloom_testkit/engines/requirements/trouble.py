@@ -103,7 +103,7 @@ def _broken(bench: Bench, prompt: Prompt, how: str, *, policy: str) -> tuple[Ses
     name = f"{policy}-{how}"
     folder = bench.copy_of(STORE, name)
     session = bench.session(name, store=name, policy=policy)
-    session.engine.call("break_loads", how=how, folder=str(folder))
+    session.engine.call("break_loads", how=how, folder=str(folder), asked=bench.subject.is_tier)
     (answer,) = bench.ask(session, [prompt])
     return session, answer
 

@@ -130,9 +130,15 @@ class Driver:
 
         return type(self._scheduler.connector).reset_cache is not base.KVConnectorBase_V1.reset_cache
 
-    def break_loads(self, how: str, folder: str) -> None:
-        """Damage all files of a directory when the next request has been promised KV: `remove`, `cut` or `flip`."""
-        self._watch.when_promised = lambda: damage(Path(folder), how)
+    def break_loads(self, how: str, folder: str, asked: bool) -> None:
+        """Damage all files of a directory when the next request has been promised KV: `remove`, `cut` or `flip`.
+
+        asked: when the connector was asked for the first time, which may not answer before it has loaded.
+        """
+        if asked:
+            self._watch.when_asked = lambda: damage(Path(folder), how)
+        else:
+            self._watch.when_promised = lambda: damage(Path(folder), how)
 
     def watch(self, on: bool) -> None:
         """Look, or don't, at every block in every step; it takes time."""

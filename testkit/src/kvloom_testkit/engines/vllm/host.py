@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from kvloom_testkit.engines import hosting
@@ -30,5 +32,12 @@ def _load() -> dict[str, Any]:
     return {"version": vllm.__version__}
 
 
+def _sweep() -> None:
+    """Remove the shared memory of ranks, which is named after files of this process's own temporary directory."""
+    for file in Path(tempfile.gettempdir()).glob("vllm_dist_*"):
+        for memory in Path("/dev/shm").glob(f"{file.name}*"):
+            memory.unlink(missing_ok=True)
+
+
 if __name__ == "__main__":
-    hosting.run(sys.argv[1], _load, Driver, {"model": models.make, "adapter": models.make_adapter})
+    hosting.run(sys.argv[1], _load, Driver, {"model": models.make, "adapter": models.make_adapter}, _sweep)

@@ -39,6 +39,8 @@ class Watch:
         self.on = True
         self.claimed: dict[str, int] = {}
         """Number of tokens that the connector claimed last for each request."""
+        self.when_asked: Callable[[], object] | None = None
+        """Called once, after the connector was asked what it has of a request."""
         self.when_promised: Callable[[], object] | None = None
         """Called once, after a request's blocks are allocated and before the connector is told."""
         self._scheduler, self._groups = scheduler, groups
@@ -92,6 +94,9 @@ class Watch:
         def claim(request: Any, num_computed_tokens: int) -> Any:
             answer = matched(request, num_computed_tokens)
             count, asynchronous = answer
+            if self.when_asked is not None:
+                self.when_asked()
+                self.when_asked = None
             if count is not None:
                 self._locally[request.request_id] = (num_computed_tokens, asynchronous)
                 self.claimed[_asked_as(request)] = count
