@@ -32,8 +32,8 @@ def run(
     """Answer orders until the kit closes the connection.
 
     path: of the socket. load: imports the engine; what it returns is what the kit knows of it. driver: makes the driver
-    of an engine. orders: functions that the kit may call by name, besides forks. sweep: removes what engines leave behind
-    that were killed.
+    of an engine. orders: functions that the kit may call by name, besides forks. sweep: removes what killed engines
+    leave behind.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)

@@ -55,7 +55,7 @@ class Cost:
         session, without = bench.session("misses", store="misses"), bench.without()
         session.engine.call("watch", on=False)
         best: dict[str, float] = {}
-        for turn in range(2 + _TRIES):
+        for turn in range(4 * _TRIES):
             for name, engine in (("with", session.engine), ("without", without)):
                 seed = 600 + 10 * turn
                 requests: list[dict[str, Any]] = [{"prompt": tokens(seed + n, 3 * bench.chunk + n)} for n in range(4)]
