@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from engine_mutants import mutants
 
 import kvloom_testkit
 from kvloom import ConfigError
@@ -147,8 +147,8 @@ def test_json_has_the_rows_and_what_was_checked() -> None:
 
 OPTIONS: dict[str, Any] = dict.fromkeys(
     (
-        "--connector", "--offloading-spec", "--secondary-tier", "--storage", "--extra", "--chunk", "--block",
-        "--tolerance", "--short", "--junit",
+        "--connector", "--offloading-spec", "--secondary-tier", "--storage", "--cached", "--cache", "--extra",
+        "--chunk", "--block", "--tolerance", "--short", "--junit",
     )
 )  # fmt: skip
 
@@ -177,6 +177,8 @@ def test_other_engines_and_options_are_refused() -> None:
     for engine, option in (("vllm", "--storage"), ("sglang", "--connector"), ("sglang", "--block")):
         with pytest.raises(ConfigError, match=f"{option}: `kvloom check engine {engine}` does not have"):
             report.run_options(engine, {**OPTIONS, option: "a:C"}, {}, [], 1.0, as_json=False)
+    with pytest.raises(ConfigError, match=r"--cached: missing; write MODULE:CLASS.*; or --cache"):
+        report.run_options("transformers", OPTIONS, {}, [], 1.0, as_json=False)
     with pytest.raises(ConfigError, match="--storage: missing; write MODULE:CLASS, as SGLang imports it"):
         report.run_options("sglang", OPTIONS, {}, [], 1.0, as_json=False)
 
@@ -205,18 +207,11 @@ def test_a_secondary_tier_is_a_setting_of_vllms_tiering() -> None:
     assert Subject.of_tier("fs", extra={}).extra["secondary_tiers"] == [{"type": "fs"}]
 
 
-@pytest.mark.parametrize(("engine", "folder"), [("vllm", "engines"), ("sglang", "storages")])
+@pytest.mark.parametrize(
+    ("engine", "folder"), [("vllm", "engines"), ("sglang", "storages"), ("transformers", "caches")]
+)
 def test_every_requirement_has_a_mutant(engine: str, folder: str) -> None:
-    """Read, not imported: mutants need the engine, and are run beside it."""
-    sources = [path.read_text(encoding="utf-8") for path in (KIT / "mutants" / folder).glob("*.py")]
-    values = [
-        node.value.value
-        for source in sources
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "breaks"
-        if isinstance(node.value, ast.Constant)
-    ]
-    assert set(values) == set(report.ENGINES[engine].requirements)
+    assert {mutant.values[1] for mutant in mutants(folder)} == set(report.ENGINES[engine].requirements)
 
 
 def test_prompts_have_nothing_in_common() -> None:

@@ -6,15 +6,13 @@ of one from the package index.
 
 from __future__ import annotations
 
-import ast
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_mutants import mutants
 
-import kvloom_testkit
 from kvloom_testkit.engines.process import Host
 from kvloom_testkit.engines.running import Row, check
 from kvloom_testkit.engines.sglang import wheel
@@ -41,21 +39,6 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
         os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
 
 
-def mutants() -> Iterator[Any]:
-    """Read, not imported: importing them needs SGLang."""
-    folder = Path(kvloom_testkit.__file__).parent / "mutants/storages"
-    for path in sorted(folder.glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                (breaks,) = [
-                    ast.literal_eval(line.value)
-                    for line in node.body
-                    if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "breaks"
-                ]
-                name = f"kvloom_testkit.mutants.storages.{path.stem}:{node.name}"
-                yield pytest.param(name, breaks, id=f"{breaks}-{node.name}")
-
-
 def rows_of(host: Host, name: str, *only: str, **extra: Any) -> list[Row]:
     subject = Storage.named(name, extra={"path": "{tmp}", **extra}, seconds=20.0)
     bench = StorageBench(subject, short=True, host=host)
@@ -65,7 +48,7 @@ def rows_of(host: Host, name: str, *only: str, **extra: Any) -> list[Row]:
         bench.close()
 
 
-@pytest.mark.parametrize(("name", "breaks"), list(mutants()))
+@pytest.mark.parametrize(("name", "breaks"), mutants("storages"))
 def test_a_mutant_is_found_by_its_requirement(host: Host, name: str, breaks: str) -> None:
     (row,) = rows_of(host, name, breaks, interface_v1=1)
     assert row.outcome == "not met", row

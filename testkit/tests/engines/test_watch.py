@@ -20,6 +20,10 @@ class Request(SimpleNamespace):
     request_id = "kit1-abc"
     num_tokens = 13
     num_computed_tokens = 0
+    aborted = False
+
+    def is_finished(self) -> bool:
+        return self.aborted
 
 
 class Scheduler:
@@ -180,6 +184,18 @@ def test_blocks_that_the_engine_clears_or_copies_may_change_and_promised_ones_ar
     steps.step({3: 1.0, 1: 1.0})
     clear([3])
     assert cleared == [6, 3]
+
+
+def test_a_load_for_an_aborted_request_need_not_be_done() -> None:
+    steps = Steps()
+    steps.scheduler.claim = (8, True)
+    steps.promise()
+    steps.scheduler.request.aborted = True
+    steps.step()
+    steps.step({3: 1.0}, finished_recving={Request.request_id})
+    assert not steps.faults()
+    steps.step({1: 1.0})
+    assert list(steps.faults()) == ["foreign"], "when it was reported it has ended"
 
 
 @pytest.mark.parametrize(("claim", "local", "fits"), [

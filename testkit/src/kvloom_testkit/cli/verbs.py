@@ -20,7 +20,7 @@ def add(commands: typer.Typer) -> None:
     @commands.command("check")
     def check(
         kind: Annotated[str, typer.Argument(help=f"{_KINDS}; or engine.")],
-        type: Annotated[str, typer.Argument(help="The word in YAML; of an engine, vllm or sglang.")],
+        type: Annotated[str, typer.Argument(help="The word in YAML; of an engine, vllm, sglang or transformers.")],
         set: Annotated[
             list[str] | None,
             typer.Option("--set", help="A setting, KEY=VALUE as in YAML; {tmp} is a directory of each test's own."),
@@ -62,6 +62,18 @@ def add(commands: typer.Typer) -> None:
                 rich_help_panel=_ENGINE,
             ),
         ] = None,
+        cached: Annotated[
+            str | None,
+            typer.Option(
+                "--cached",
+                help="MODULE:FUNCTION that puts a cache round a model of transformers.",
+                rich_help_panel=_ENGINE,
+            ),
+        ] = None,
+        cache: Annotated[
+            str | None,
+            typer.Option("--cache", help="MODULE:CLASS of a cache of transformers.", rich_help_panel=_ENGINE),
+        ] = None,
         extra: Annotated[
             str | None,
             typer.Option(
@@ -91,7 +103,8 @@ def add(commands: typer.Typer) -> None:
         """Test an installed component against the requirements of its kind."""
         engine = {
             "--connector": connector, "--offloading-spec": offloading_spec, "--secondary-tier": secondary_tier,
-            "--storage": storage, "--extra": extra, "--chunk": chunk, "--block": block, "--tolerance": tolerance,
+            "--storage": storage, "--cached": cached, "--cache": cache, "--extra": extra,
+            "--chunk": chunk, "--block": block, "--tolerance": tolerance,
             "--short": short or None, "--junit": junit,
         }  # fmt: skip
         if kind == "engine":

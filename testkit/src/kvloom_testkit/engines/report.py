@@ -21,6 +21,8 @@ from kvloom_testkit.engines.running import Row, check
 from kvloom_testkit.engines.sglang.requirements import StorageConformance
 from kvloom_testkit.engines.sglang.storages import Storage, StorageBench
 from kvloom_testkit.engines.subject import Subject
+from kvloom_testkit.engines.transformers.caches import CacheBench, Cached
+from kvloom_testkit.engines.transformers.requirements import CacheConformance
 from kvloom_testkit.requirements import Requirement, requirements_of
 
 
@@ -52,7 +54,11 @@ VLLM = Engine(
     ("--block", "--chunk", "--tolerance"), EngineConformance, Bench,
 )  # fmt: skip
 SGLANG = Engine("sglang", "SGLang", ("0.5.23",), {"--storage": Storage.named}, (), StorageConformance, StorageBench)
-ENGINES = {one.word: one for one in (VLLM, SGLANG)}
+TRANSFORMERS = Engine(
+    "transformers", "transformers", ("5",), {"--cached": Cached.wrapper, "--cache": Cached.cache},
+    ("--chunk", "--tolerance"), CacheConformance, CacheBench,
+)  # fmt: skip
+ENGINES = {one.word: one for one in (VLLM, SGLANG, TRANSFORMERS)}
 _COMMON = ("--extra", "--short", "--junit")
 _MARKS = {"met": "ok", "not met": "FAIL", "skipped": "-", "not tried": "?"}
 _INTERRUPTED = 130

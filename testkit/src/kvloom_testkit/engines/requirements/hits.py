@@ -174,7 +174,7 @@ class Hits:
 
 
 def _partial(bench: Bench) -> list[tuple[Prompt, int, Any]]:
-    """Prompts that begin as a stored one, the number of tokens that they have in common with it, and the answers."""
+    """Prompts, the number of tokens that they have in common with the beginning of a stored one, and the answers."""
 
     def work() -> list[tuple[Prompt, int, Any]]:
         session = bench.session()
@@ -187,6 +187,9 @@ def _partial(bench: Bench) -> list[tuple[Prompt, int, Any]]:
                 bench.forget(session)
                 (answer,) = bench.ask(session, [prompt])
                 found.append((prompt, common, answer))
-        return found
+        prompt = tokens(40, bench.chunk) + bench.stem()[bench.chunk :]  # ends as a stored one, and begins as none
+        bench.forget(session)
+        (answer,) = bench.ask(session, [prompt])
+        return [*found, (prompt, 0, answer)]
 
     return bench.once("partial", work)

@@ -179,12 +179,12 @@ class Watch:
         failed = set(getattr(told, "failed_recving", ()) or ())
         came = set(getattr(told, "finished_recving", ()) or ())
         for name in list(self._loads):
-            load = self._loads[name]
-            if load.asynchronous and name not in came | failed and name in self._scheduler.requests:
+            load, request = self._loads[name], self._scheduler.requests.get(name)
+            if load.asynchronous and name not in came | failed and request is not None:
                 continue
             del self._loads[name]
-            if name in failed or name not in self._scheduler.requests or not self.on:
-                continue
+            if name in failed or request is None or request.is_finished() or not self.on:
+                continue  # a load for a request that was aborted need not be done, though it is waited for
             for group, blocks in zip(self._groups, load.whole, strict=True):
                 if bad & load.all and not bad.intersection(blocks):
                     continue  # they may be computed again with those of another group
