@@ -15,8 +15,9 @@ from kvloom_testkit.engines.process import Host
 from kvloom_testkit.engines.running import Row, check
 from kvloom_testkit.engines.subject import Subject
 from kvloom_testkit.mutants import Mutant, Oddity, engines
-from kvloom_testkit.reference.vllm_connector import DirectoryConnector
-from kvloom_testkit.reference.vllm_groups import GroupsConnector
+from kvloom_testkit.reference.vllm.connector import DirectoryConnector
+from kvloom_testkit.reference.vllm.groups import GroupsConnector
+from kvloom_testkit.reference.vllm.tier import DirectoryTier
 
 CLASSES = [
     cls
@@ -36,8 +37,9 @@ def host() -> Iterator[Host]:
 
 
 def rows_of(host: Host, cls: type, *only: str, seconds: float = 60.0) -> list[Row]:
-    """The rows of a connector that keeps its files where the kit says."""
-    subject = Subject.named(f"{cls.__module__}:{cls.__name__}", extra={"path": "{tmp}"}, seconds=seconds)
+    """The rows of a connector, or a secondary tier, that keeps its files where the kit says."""
+    make = Subject.of_tier if issubclass(cls, DirectoryTier) else Subject.named
+    subject = make(f"{cls.__module__}:{cls.__name__}", extra={"path": "{tmp}"}, seconds=seconds)
     bench = Bench(subject, short=True, host=host)
     try:
         return check(bench, only=only)
@@ -48,14 +50,18 @@ def rows_of(host: Host, cls: type, *only: str, seconds: float = 60.0) -> list[Ro
 @MUTANTS
 def test_a_mutant_is_found_by_its_requirement(host: Host, mutant: type[Mutant]) -> None:
     (row,) = rows_of(host, mutant, mutant.breaks, seconds=10.0)
+    if (row.id, row.outcome) == ("E29", "skipped"):
+        pytest.skip(row.reason)
     assert row.outcome == "not met", row
 
 
-RIGHT = [DirectoryConnector, GroupsConnector, *(one for one in CLASSES if issubclass(one, Oddity))]
+SKIPPED = {("E29", "skipped"), ("E16", "skipped")}
+"""vLLM has no prefix cache for latents on processors without AMX, and does not reset secondary tiers."""
+RIGHT = [DirectoryConnector, GroupsConnector, DirectoryTier, *(one for one in CLASSES if issubclass(one, Oddity))]
 
 
 @pytest.mark.parametrize("cls", RIGHT, ids=lambda one: one.__name__)
 def test_what_is_right_meets_all(host: Host, cls: type) -> None:
     """All but states, of a connector that takes models with one group only."""
-    found = {row.id for row in rows_of(host, cls) if row.outcome != "met"}
-    assert found == (set() if issubclass(cls, GroupsConnector) else {"E31"})
+    found = {(row.id, row.outcome) for row in rows_of(host, cls) if row.outcome != "met"} - SKIPPED
+    assert found == (set() if issubclass(cls, (GroupsConnector, DirectoryTier)) else {("E31", "not met")})

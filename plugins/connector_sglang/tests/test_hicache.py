@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
 import math
 import os
-import subprocess
 import sys
 import types
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,49 +20,33 @@ import pytest
 import torch
 
 from kvloom import ConfigError, KVSpec
-from kvloom_connector_sglang.testing import HostPool
+from kvloom_connector_sglang.testing import pool_of
+from kvloom_testkit.engines.running import check
+from kvloom_testkit.engines.sglang import wheel
+from kvloom_testkit.engines.sglang.pool import HostPool
+from kvloom_testkit.engines.sglang.requirements import StorageConformance
+from kvloom_testkit.engines.sglang.storages import Storage, StorageBench
 
 pytestmark = pytest.mark.slow
 
-VERSION = "0.5.23"
 SPEC = KVSpec("m", num_layers=3, num_kv_heads=2, head_size=8, dtype="bfloat16")
 PAGE = 4
 
 
-def sources(place: Path) -> Path:
-    """The folder of the package `sglang`; skips the tests if there is none to be had."""
-    spec = importlib.util.find_spec("sglang")
-    if spec is not None and spec.submodule_search_locations:
-        return Path(next(iter(spec.submodule_search_locations)))
-    wheel = os.environ.get("SGLANG_WHEEL")
-    if wheel is None:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--dest",
-            place,
-            f"sglang=={VERSION}",
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        found = list(place.glob("sglang-*.whl"))
-        if done.returncode or not found:
-            pytest.skip(f"no wheel of sglang {VERSION}: {done.stderr.strip()[-200:]}")
-        wheel = str(found[0])
-    with zipfile.ZipFile(wheel) as archive:
-        wanted = [name for name in archive.namelist() if name.startswith("sglang/srt/") and name.endswith(".py")]
-        archive.extractall(place, wanted)
-    return place / "sglang"
+@pytest.fixture(scope="module")
+def search(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory for the path of imports, with SGLang in it."""
+    try:
+        return wheel.path(tmp_path_factory.mktemp("sglang"))
+    except ImportError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
-def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[types.ModuleType]:
+def sglang(search: Path) -> Iterator[types.ModuleType]:
     """`sglang.srt.mem_cache.storage`, without what importing all of SGLang needs and changes."""
     package = types.ModuleType("sglang")
-    package.__path__ = [str(sources(tmp_path_factory.mktemp("sglang")))]
+    package.__path__ = [str(search / "sglang")]
     sys.modules["sglang"] = package
     try:
         yield importlib.import_module("sglang.srt.mem_cache.storage")
@@ -99,7 +80,7 @@ def created(sglang: types.ModuleType, place: Path, pool: Any = None, *, file: st
         "extra_config": extra, **changes,
     }  # fmt: skip
     storage = importlib.import_module("sglang.srt.mem_cache.hicache_storage").HiCacheStorageConfig(**settings)
-    pool = pool or HostPool(SPEC, pages=16)
+    pool = pool or pool_of(SPEC, 16)
     made = sglang.StorageBackendFactory.create_backend("dynamic", storage, pool)
     made.register_mem_pool_host(pool)
     made.on_host_pools_registered()
@@ -107,7 +88,7 @@ def created(sglang: types.ModuleType, place: Path, pool: Any = None, *, file: st
 
 
 def filled(seed: int, **settings: Any) -> HostPool:
-    pool = HostPool(SPEC, pages=16, **settings)
+    pool = pool_of(SPEC, 16, **settings)
     torch.manual_seed(seed)
     pool.kv_buffer.copy_(torch.randn_like(pool.kv_buffer))
     return pool
@@ -128,7 +109,7 @@ def rows(*pages: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first"])
 def test_pages_outlive_the_server(sglang: types.ModuleType, types_of: Any, tmp_path: Path, layout: str) -> None:
-    there, here, keys = filled(1, layout=layout), HostPool(SPEC, pages=16, layout=layout), hashes(5)
+    there, here, keys = filled(1, layout=layout), pool_of(SPEC, 16, layout=layout), hashes(5)
     info = types_of.HiCacheStorageExtraInfo(prefix_keys=[])
     before = created(sglang, tmp_path, there)
     assert before.batch_exists(keys, info) == 0
@@ -285,3 +266,16 @@ def test_behind_sglangs_own_injector_of_failures(
     assert type(made).__name__ == "HiCacheStorageFailureInjector"
     assert made.batch_set_v1(keys, rows(0, 1)) == [True, True]
     assert made.batch_exists(keys) == 2 and made.batch_get_v1(keys, rows(2, 3)) == [True, True]
+
+
+def test_it_meets_the_requirements_of_storages(search: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(search), os.environ.get("PYTHONPATH")])))
+    tiers = [{"type": "memory", "capacity": "64MiB"}, {"type": "disk", "path": "{tmp}", "capacity": "1GiB"}]
+    extra = {"interface_v1": 1, "config": {"connector": "sglang", "tiers": tiers}}
+    subject = Storage.named("kvloom_connector_sglang.hicache:KVLoomHiCache", extra=extra)
+    bench = StorageBench(subject, short=True)
+    try:
+        rows = check(bench, StorageConformance)
+    finally:
+        bench.close()
+    assert [row for row in rows if row.outcome != "met"] == []

@@ -20,7 +20,8 @@ from kvloom_connector_sglang import page_store
 from kvloom_connector_sglang.connector import SGLangConnector
 from kvloom_connector_sglang.identity import described
 from kvloom_connector_sglang.page_store import PageStore
-from kvloom_connector_sglang.testing import HostPool
+from kvloom_connector_sglang.testing import pool_of
+from kvloom_testkit.engines.sglang.pool import HostPool
 
 SPEC = KVSpec("m", num_layers=3, num_kv_heads=2, head_size=8, dtype="bfloat16")
 STORAGE = types.SimpleNamespace(
@@ -39,7 +40,7 @@ def storage(**changes: Any) -> Any:
 
 
 def pool(seed: int | None = None, **settings: Any) -> HostPool:
-    made = HostPool(SPEC, pages=PAGES, **settings)
+    made = pool_of(SPEC, PAGES, **settings)
     if seed is not None:
         torch.manual_seed(seed)
         made.kv_buffer.copy_(torch.randn_like(made.kv_buffer))
@@ -140,7 +141,7 @@ def test_whose_kv_it_is_and_how_it_lies_keep_pages_apart(tmp_path: Path, other: 
     store.close()
     spec = dataclasses.replace(SPEC, dtype=other.get("dtype", SPEC.dtype))
     shape = {name: other[name] for name in ("layout", "page_size") if name in other}
-    where = HostPool(spec, pages=PAGES, **shape)
+    where = pool_of(spec, PAGES, **shape)
     its = storage(**{name: value for name, value in other.items() if hasattr(STORAGE, name)})
     config = on_disk(tmp_path) | ({"salt": other["salt"]} if "salt" in other else {})
     another = opened(config, its, where, revision=other.get("revision", ""))
@@ -267,7 +268,7 @@ def test_pools_and_models_that_cannot_be_kept_are_named() -> None:
             raise ValueError("split")
 
     with pytest.raises(ValueError, match=r"Split of layout layer_first does not hand out whole pages \(split\)"):
-        described(STORAGE, Split(SPEC, pages=1))
+        described(STORAGE, pool_of(SPEC, 1, kind=Split))
     with pytest.raises(ValueError, match="which model it serves"):
         described(storage(model_name=None), pool())
 

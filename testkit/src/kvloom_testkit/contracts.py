@@ -7,7 +7,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvloom_testkit.engines.conformance import EngineConformance
+from kvloom_testkit.engines.requirements import EngineConformance
+from kvloom_testkit.engines.sglang.requirements import StorageConformance
+from kvloom_testkit.engines.transformers.requirements import CacheConformance
 from kvloom_testkit.kinds import CLASSES, conformance_of
 from kvloom_testkit.requirements import requirements_of
 
@@ -27,6 +29,8 @@ def pages() -> Mapping[str, str]:
     for kind, cls in {
         **{kind: conformance_of(kind) for kind in CLASSES},
         "engine connector": EngineConformance,
+        "engine storage": StorageConformance,
+        "engine cache": CacheConformance,
     }.items():
         name = f"{kind.replace(' ', '-')}.md"
         found[name] = _page(kind, cls)

@@ -49,6 +49,16 @@ def test_calls_are_answered_in_turn(host: Host) -> None:
     assert not engine.alive and gone(engine.process)
 
 
+def test_a_call_may_begin_before_others_end_elsewhere(host: Host) -> None:
+    engines = host.fork(20), host.fork(20)
+    waiting = [one.begin("echo", number=number) for number, one in enumerate(engines)]
+    assert [wait()["heard"]["args"]["number"] for wait in reversed(waiting)] == [1, 0]
+    engines[0].begin("start")
+    assert engines[0].call("echo", number=2)["heard"]["args"] == {"number": 2}, "not the answer that nobody waited for"
+    for one in engines:
+        one.close()
+
+
 def test_one_that_hangs_is_killed_with_its_children_and_the_place_is_said(host: Host) -> None:
     engine = host.fork(1.0)
     child = engine.call("start_child")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -17,19 +16,21 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
+from engine_mutants import mutants
 
 import kvloom_testkit
 from kvloom import ConfigError
-from kvloom_testkit.engines import report, running
-from kvloom_testkit.engines.bench import Bench, NotApplicableError, NotMetError
+from kvloom_testkit.engines import hosting, report, running
+from kvloom_testkit.engines.base import NotApplicableError, NotMetError
+from kvloom_testkit.engines.bench import Bench
 from kvloom_testkit.engines.damage import copy, damage
 from kvloom_testkit.engines.process import EndedError, HangError, RaisedError, RefusedError
 from kvloom_testkit.engines.prompts import tokens
 from kvloom_testkit.engines.running import Row, check
 from kvloom_testkit.engines.subject import Subject
-from kvloom_testkit.engines.vllm import driver
 
 KIT = Path(kvloom_testkit.__file__).parent
+REQUIREMENTS = report.VLLM.requirements
 
 
 class FakeBench:
@@ -40,8 +41,10 @@ class FakeBench:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, errors: dict[str, Exception]) -> None:
         self.tried: list[str] = []
         self.begun = 0
-        for number, about in running.REQUIREMENTS.items():
-            monkeypatch.setattr(running.EngineConformance, about.test, self._test(number, errors.get(number)))
+        for number, about in REQUIREMENTS.items():
+            test = self._test(number, errors.get(number))
+            test.__doc__ = getattr(running.EngineConformance, about.test).__doc__
+            monkeypatch.setattr(running.EngineConformance, about.test, test)
 
     def _test(self, number: str, error: Exception | None) -> Callable[..., None]:
         def test(requirements: object, bench: object) -> None:
@@ -69,24 +72,32 @@ def test_each_outcome_is_told_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     bench: Any = FakeBench(monkeypatch, errors)
     told: list[Row] = []
     rows = check(bench, tell=told.append)
-    assert told == rows and [row.id for row in rows] == bench.tried == list(running.REQUIREMENTS)
+    assert told == rows and [row.id for row in rows] == bench.tried == list(REQUIREMENTS)
     found = outcomes(rows)
     assert found["not met"] == ["E03", "E07"] and found["skipped"] == ["E05"] and len(found["met"]) == len(rows) - 3
     assert rows[2].reason == "in main-0/a" and rows[4].reason == "why" and rows[6].reason == "it raised"
     assert bench.begun == 2, "what failed is not gone on with"
 
 
+def test_a_measurement_is_said_of_what_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench: Any = FakeBench(monkeypatch, {})
+    measured = lambda self, bench: "1.5 ms"  # noqa: E731
+    measured.__doc__ = running.EngineConformance.test_E33_the_forward_path_does_not_wait.__doc__
+    monkeypatch.setattr(running.EngineConformance, REQUIREMENTS["E33"].test, measured)
+    assert [(row.outcome, row.reason) for row in check(bench, only=["E32", "E33"])] == [("met", ""), ("met", "1.5 ms")]
+
+
 def test_an_engine_that_does_not_start_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     bench: Any = FakeBench(monkeypatch, {"E01": RefusedError("needs a GPU")})
     rows = check(bench)
-    assert bench.tried == ["E01"] and outcomes(rows)["not tried"] == list(running.REQUIREMENTS)[1:]
+    assert bench.tried == ["E01"] and outcomes(rows)["not tried"] == list(REQUIREMENTS)[1:]
     assert rows[0].reason == "needs a GPU"
 
 
 def test_the_third_hang_or_end_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = {"E01": HangError("1"), "E03": RaisedError("x"), "E04": EndedError("2"), "E06": HangError("3")}
     bench: Any = FakeBench(monkeypatch, errors)
-    assert outcomes(check(bench))["not tried"] == list(running.REQUIREMENTS)[6:]
+    assert outcomes(check(bench))["not tried"] == list(REQUIREMENTS)[6:]
     assert bench.tried[-1] == "E06"
 
 
@@ -125,7 +136,7 @@ ROWS = [
 
 
 def test_junit_has_a_case_for_each_row() -> None:
-    suite = ElementTree.fromstring(report.xml(Subject.named("a.b:C"), ROWS))
+    suite = ElementTree.fromstring(report.xml(report.VLLM, Subject.named("a.b:C"), ROWS))
     assert suite.attrib["tests"] == "4" and suite.attrib["failures"] == "2" and suite.attrib["skipped"] == "1"
     cases = list(suite)
     assert [case.attrib["name"][:3] for case in cases] == ["E01", "E02", "E03", "E04"]
@@ -134,20 +145,26 @@ def test_junit_has_a_case_for_each_row() -> None:
 
 
 def test_json_has_the_rows_and_what_was_checked() -> None:
-    found = json.loads(json.dumps(report.document(Subject.named("a.b:C", extra={"x": 1}), "0.32.0", ROWS, short=True)))
+    subject = Subject.named("a.b:C", extra={"x": 1})
+    found = json.loads(json.dumps(report.document(report.VLLM, subject, "vLLM 0.32.0", ROWS, short=True)))
     assert found["connector"] == "a.b:C" and found["extra"] == {"x": 1} and found["short"] and len(found["rows"]) == 4
     assert found["summary"] == "a.b:C on vLLM 0.32.0: 1 met, 1 not met, 1 skipped, 1 not tried"
 
 
 OPTIONS: dict[str, Any] = dict.fromkeys(
-    ("--connector", "--offloading-spec", "--extra", "--chunk", "--block", "--tolerance", "--short", "--junit")
-)
+    (
+        "--connector", "--offloading-spec", "--secondary-tier", "--storage", "--cached", "--cache", "--extra",
+        "--chunk", "--block", "--tolerance", "--short", "--junit",
+    )
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "said"), [
     ({}, "--connector: missing"), ({"--connector": "a.b:1"}, "expected MODULE:CLASS"),
     ({"--connector": ":C"}, "expected MODULE:CLASS"), ({"--offloading-spec": "C"}, "--offloading-spec: expected"),
-    ({"--connector": "a:C", "--offloading-spec": "a:D"}, "--offloading-spec: it has"),
+    ({"--connector": "a:C", "--offloading-spec": "a:D"}, "--offloading-spec: something else is checked by --conn"),
+    ({"--secondary-tier": "a:"}, "--secondary-tier: expected"),
+    ({"--offloading-spec": "a:C", "--secondary-tier": "a:D"}, "--secondary-tier: something else"),
     ({"--connector": "a:C", "--extra": "{"}, "--extra: expected a JSON"),
     ({"--connector": "a:C", "--extra": "[]"}, "--extra: expected a JSON"),
     ({"--connector": "a:C", "--extra": "[" * 100_000}, "--extra: expected a JSON"),
@@ -164,6 +181,13 @@ def test_other_engines_and_options_are_refused() -> None:
         report.run_options("other", OPTIONS, {}, [], 1.0, as_json=False)
     with pytest.raises(ConfigError, match="--repeat"):
         report.run_options("vllm", OPTIONS, {"--repeat": True}, [], 1.0, as_json=False)
+    for engine, option in (("vllm", "--storage"), ("sglang", "--connector"), ("sglang", "--block")):
+        with pytest.raises(ConfigError, match=f"{option}: `kvloom check engine {engine}` does not have"):
+            report.run_options(engine, {**OPTIONS, option: "a:C"}, {}, [], 1.0, as_json=False)
+    with pytest.raises(ConfigError, match=r"--cached: missing; write MODULE:CLASS.*; or --cache"):
+        report.run_options("transformers", OPTIONS, {}, [], 1.0, as_json=False)
+    with pytest.raises(ConfigError, match="--storage: missing; write MODULE:CLASS, as SGLang imports it"):
+        report.run_options("sglang", OPTIONS, {}, [], 1.0, as_json=False)
 
 
 def test_settings_name_the_store_at_any_depth() -> None:
@@ -181,17 +205,20 @@ def test_an_offloading_spec_is_a_setting_of_vllms_connector() -> None:
     assert subject.extra == {"spec_name": "Spec", "spec_module_path": "a.b", "path": "{tmp}"}
 
 
-def test_every_requirement_has_a_mutant() -> None:
-    """Read, not imported: mutants need vLLM, and are run by `make test-engines`."""
-    sources = [path.read_text(encoding="utf-8") for path in (KIT / "mutants/engines").glob("*.py")]
-    values = [
-        node.value.value
-        for source in sources
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "breaks"
-        if isinstance(node.value, ast.Constant)
-    ]
-    assert set(values) == set(running.REQUIREMENTS)
+def test_a_secondary_tier_is_a_setting_of_vllms_tiering() -> None:
+    subject = Subject.of_tier("a.b:Tier", extra={"path": "{tmp}"}, chunk=64)
+    assert subject.cls == "OffloadingConnector" and subject.is_tier and subject.has_store
+    assert subject.extra["secondary_tiers"] == [{"type": "Tier", "module_path": "a.b", "path": "{tmp}"}]
+    assert subject.extra["block_size"] == 64
+    assert str(subject) == "a.b:Tier" and str(Subject.named("a.b:C")) == "a.b:C" and str(Subject.named("C")) == "C"
+    assert Subject.of_tier("fs", extra={}).extra["secondary_tiers"] == [{"type": "fs"}]
+
+
+@pytest.mark.parametrize(
+    ("engine", "folder"), [("vllm", "engines"), ("sglang", "storages"), ("transformers", "caches")]
+)
+def test_every_requirement_has_a_mutant(engine: str, folder: str) -> None:
+    assert {mutant.values[1] for mutant in mutants(folder)} == set(report.ENGINES[engine].requirements)
 
 
 def test_prompts_have_nothing_in_common() -> None:
@@ -260,12 +287,13 @@ class Connector:
         raise RuntimeError("x" * 1_000_000)
 
 
-def test_numbers_and_errors_of_a_connector_end_no_engine(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "Driver", Connector)
+def test_numbers_and_errors_of_a_connector_end_no_engine(short_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(short_path / "socket"))
         listening.listen()
-        serving = threading.Thread(target=driver.serve, args=(str(short_path / "socket"), "1"), daemon=True)
+        serving = threading.Thread(
+            target=hosting.serve, args=(str(short_path / "socket"), "1", Connector()), daemon=True
+        )
         serving.start()
         with listening.accept()[0] as connection, connection.makefile("rw") as lines:
             connection.settimeout(20)
@@ -282,10 +310,11 @@ def test_numbers_and_errors_of_a_connector_end_no_engine(short_path: Path, monke
 
 
 def test_what_a_connector_says_does_nothing_to_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    report._explain([Row("E02", "ends in order", "not met", "\x1b[2Jended", 2.0)], sys.stdout)
+    report._explain([Row("E02", "ends in order", "not met", "\x1b[2Jended", 2.0)], REQUIREMENTS, sys.stdout)
     assert "\\x1b[2Jended" in capsys.readouterr().out
 
 
 def test_the_kit_is_imported_without_an_engine() -> None:
-    for path in (KIT / "engines").glob("*.py"):
-        assert not re.search(r"^\s*(import|from) (vllm|transformers)\b", path.read_text(encoding="utf-8"), re.MULTILINE)
+    for path in [*(KIT / "engines").glob("*.py"), *(KIT / "engines/requirements").glob("*.py")]:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"^\s*(import|from) (vllm|transformers|sglang)\b", text, re.MULTILINE)

@@ -8,25 +8,32 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom_testkit.engines.vllm.watch import POISON, Watch
+from kvloom_testkit.engines.vllm.memory import Group, bits
+from kvloom_testkit.engines.vllm.watch import Watch
 
-BLOCK, BLOCKS = 4, 8
+BLOCK, BLOCKS = 4, 12
+IDS = ([3, 1, 5], [0, 7, 9])
+"""Blocks of the request in two groups; the second has given one back."""
 
 
 class Request(SimpleNamespace):
     request_id = "kit1-abc"
     num_tokens = 13
     num_computed_tokens = 0
+    aborted = False
+
+    def is_finished(self) -> bool:
+        return self.aborted
 
 
 class Scheduler:
-    """As much of vLLM's scheduler as the watch looks at; one request, whose blocks are 3, 1 and 5."""
+    """As much of vLLM's scheduler as the watch looks at; one request, whose blocks are `IDS` of as many groups."""
 
-    def __init__(self) -> None:
-        self.block_size = BLOCK
-        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[None])
-        pool = SimpleNamespace(blocks=[SimpleNamespace(ref_cnt=int(number in (3, 1, 5))) for number in range(BLOCKS)])
-        self.kv_cache_manager = SimpleNamespace(block_pool=pool, get_block_ids=lambda name: ([3, 1, 5],))
+    def __init__(self, groups: int) -> None:
+        self.ids = IDS[:groups]
+        held = {block for group in self.ids for block in group}
+        pool = SimpleNamespace(blocks=[SimpleNamespace(ref_cnt=int(number in held)) for number in range(BLOCKS)])
+        self.kv_cache_manager = SimpleNamespace(block_pool=pool, get_block_ids=lambda name: self.ids)
         self.request = Request()
         self.requests = {self.request.request_id: self.request}
         self.claim: tuple[int | None, bool] = (8, False)
@@ -36,29 +43,36 @@ class Scheduler:
         )
 
     def schedule(self) -> Any:
-        return SimpleNamespace(num_scheduled_tokens={self.request.request_id: self.scheduled} if self.scheduled else {})
+        scheduled = {self.request.request_id: self.scheduled} if self.scheduled else {}
+        return SimpleNamespace(num_scheduled_tokens=scheduled, **self.more)
 
     def update_from_output(self, output: Any, result: Any) -> str:
         return "updated"
 
     scheduled = 5
+    more: dict[str, Any] = {}  # noqa: RUF012
 
 
 class Steps:
-    """A watch, the memory that it looks at, and steps."""
+    """A watch, the memory that it looks at, and steps. Of two groups, the second is all in the memory of one layer."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        self.scheduler = Scheduler()
-        self.caches = [torch.zeros(BLOCKS, 2, BLOCK, 3).to(dtype) for _ in range(2)]
-        self.watch = Watch(self.scheduler, self.caches)
+    def __init__(self, dtype: torch.dtype = torch.float32, groups: int = 1) -> None:
+        self.scheduler = Scheduler(groups)
+        self.caches = [torch.zeros(BLOCKS, 2, BLOCK, 4).to(dtype) for _ in range(2)]
+        layers = [bits(one) for one in self.caches]
+        self.watch = Watch(self.scheduler, [Group(BLOCK, layers), Group(BLOCK, layers[1:])][:groups])
         self.scheduler.scheduled = 0
         self.step()
+
+    def poisoned(self, block: int) -> list[bool]:
+        """For each layer, whether a block has in it what nobody loaded."""
+        return [Group(BLOCK, [bits(one)]).is_poisoned(block) for one in self.caches]
 
     def promise(self, local: int = 0) -> None:
         connector, request = self.scheduler.connector, self.scheduler.request
         count, _ = connector.get_num_new_matched_tokens(request, local)
         if count:
-            blocks = SimpleNamespace(get_block_ids=lambda: ([3, 1, 5],))
+            blocks = SimpleNamespace(get_block_ids=lambda: self.scheduler.ids)
             connector.update_state_after_alloc(request, blocks, count)
 
     def step(self, writes: dict[int, float] | None = None, layers: int = 2, **told: Any) -> None:
@@ -99,8 +113,7 @@ def test_blocks_that_are_computed_may_change() -> None:
 def test_loads_may_change_what_was_promised_and_must() -> None:
     steps = Steps()
     steps.promise()
-    assert (steps.caches[0][3] == POISON).all() and (steps.caches[1][1] == POISON).all()
-    assert (steps.caches[0][5] == 0).all()
+    assert all(steps.poisoned(3) + steps.poisoned(1)) and not any(steps.poisoned(5))
     steps.step({3: 1.0, 1: 1.0})
     assert not steps.faults()
     steps.promise()
@@ -117,7 +130,7 @@ def test_loads_may_change_what_was_promised_and_must() -> None:
 def test_a_load_behind_local_blocks_fills_those_behind() -> None:
     steps = Steps()
     steps.promise(local=4)
-    assert (steps.caches[0][1] == POISON).all() and (steps.caches[0][3] == 0).all()
+    assert all(steps.poisoned(1)) and not any(steps.poisoned(3))
     steps.step({1: 1.0, 5: 1.0})
     assert not steps.faults()
 
@@ -135,6 +148,54 @@ def test_a_load_in_the_background_is_judged_when_it_is_reported() -> None:
     steps.promise()
     steps.step({3: 1.0}, finished_recving={Request.request_id})
     assert list(steps.faults()) == ["unfilled"]
+
+
+def test_every_group_is_watched() -> None:
+    steps = Steps(groups=2)
+    steps.promise(local=4)
+    assert all(steps.poisoned(1)) and steps.poisoned(7) == [False, True] and not any(steps.poisoned(0))
+    steps.step({1: 1.0, 5: 1.0})
+    seven, nine = steps.faults()["unfilled"]
+    assert seven == "block 7 of [7, 9] was promised and has old content in it" and nine.startswith("block 9 of")
+    steps.step({9: 1.0})
+    assert len(steps.faults()["foreign"]) == 1
+    steps.scheduler.scheduled, steps.scheduler.request.num_computed_tokens = 5, 10
+    steps.step({7: 2.0, 1: 2.0})
+    assert not steps.faults(), "both groups' blocks of the sixth token"
+
+
+def test_a_load_of_one_group_that_fails_may_end_that_of_others() -> None:
+    steps = Steps(groups=2)
+    steps.promise(local=4)
+    steps.step({7: 1.0}, invalid_block_ids={9})
+    assert not steps.faults()
+
+
+def test_blocks_that_the_engine_clears_or_copies_may_change_and_promised_ones_are_not_cleared() -> None:
+    steps = Steps()
+    steps.scheduler.more = {"new_block_ids_to_zero": [2], "kv_cache_block_copies": [(2, 4)]}
+    steps.step({2: 1.0, 4: 1.0})
+    assert not steps.faults()
+    cleared: list[int] = []
+    clear = steps.watch.keep_poison(cleared.extend)
+    steps.promise()
+    clear([3, 6, 1])
+    assert cleared == [6]
+    steps.step({3: 1.0, 1: 1.0})
+    clear([3])
+    assert cleared == [6, 3]
+
+
+def test_a_load_for_an_aborted_request_need_not_be_done() -> None:
+    steps = Steps()
+    steps.scheduler.claim = (8, True)
+    steps.promise()
+    steps.scheduler.request.aborted = True
+    steps.step()
+    steps.step({3: 1.0}, finished_recving={Request.request_id})
+    assert not steps.faults()
+    steps.step({1: 1.0})
+    assert list(steps.faults()) == ["foreign"], "when it was reported it has ended"
 
 
 @pytest.mark.parametrize(("claim", "local", "fits"), [

@@ -21,15 +21,15 @@ _MOST_SECONDS = 86_400
 class KVLoomHiCache(HiCacheStorage):  # type: ignore[misc]
     """SGLang's pages in the tiers of a YAML file.
 
-    Of `extra_config`: `config`, the path of the YAML file; `revision`, which weights the model has, for two fine-tunes
-    of one name share nothing but that; `timeout`, seconds that one call may take, 30 unless given.
+    Of `extra_config`: `config`, the path of the YAML file, or its content; `revision`, which weights the model has, for
+    two fine-tunes of one name share nothing but that; `timeout`, seconds that one call may take, 30 unless given.
     Only start-up raises. Afterwards a failure is a miss, counted and logged.
     """
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
         extra = storage_config.extra_config or {}
-        if not isinstance(extra.get("config"), str):
-            raise ConfigError(f"{_WHERE}.config", "missing: the path of a YAML file with kvloom's tiers")
+        if not isinstance(extra.get("config"), str | Mapping):
+            raise ConfigError(f"{_WHERE}.config", "missing: a YAML file with kvloom's tiers, its path or its content")
         if not isinstance(extra.get("revision", ""), str):
             raise ConfigError(f"{_WHERE}.revision", "expected text: the commit of the weights, or any name for them")
         timeout = extra.get("timeout", 30.0)

@@ -1,4 +1,4 @@
-"""A host pool such as HiCache has, small and made of nothing but torch, and with it what the kit needs."""
+"""Memory and a harness, with which the kit tests this package's connector."""
 
 from __future__ import annotations
 
@@ -9,40 +9,18 @@ import torch
 
 from kvloom import GPUConnector, KVSpec
 from kvloom_testkit import SPEC, ConnectorHarness, EngineMemory
+from kvloom_testkit.engines.sglang.pool import PAGE_TOKENS, HostPool
 
 from .connector import SGLangConnector
 from .settings import Geometry, SGLangConfig
 
-PAGE_TOKENS = 4
 
-
-class HostPool:
-    """K and V of all layers, token by token: `layer_first` `[2, layers, rows, heads, size]`, or `page_first`
-    `[2, rows, layers, heads, size]`."""
-
-    start_layer = 0
-
-    def __init__(self, spec: KVSpec, *, pages: int, page_size: int = PAGE_TOKENS, layout: str = "layer_first") -> None:
-        self.layer_num, self.head_num, self.head_dim = spec.num_layers, spec.num_kv_heads, spec.head_size
-        self.end_layer = self.layer_num
-        self.dtype, self.layout, self.page_size, self.size = spec.torch_dtype, layout, page_size, pages * page_size
-        self._row_dim = {"layer_first": 2, "page_first": 1}[layout]
-        dims = [2, self.layer_num, self.head_num, self.head_dim]
-        dims.insert(self._row_dim, self.size)
-        self.kv_buffer = torch.zeros(dims, dtype=self.dtype)
-
-    def page(self, index: int) -> torch.Tensor:
-        return self.kv_buffer.narrow(self._row_dim, index, self.page_size)
-
-    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
-        return self.page(index).flatten() if flat else self.page(index)
-
-    def get_dummy_flat_data_page(self) -> torch.Tensor:
-        return torch.zeros_like(self.page(0)).flatten()
-
-    def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
-        page = self.page(index)
-        page.copy_(data_page.reshape(page.shape))
+def pool_of(spec: KVSpec, pages: int, *, kind: type[HostPool] = HostPool, **settings: Any) -> HostPool:
+    """A host pool for a model."""
+    return kind(
+        layers=spec.num_layers, heads=spec.num_kv_heads, head_size=spec.head_size, dtype=spec.torch_dtype, pages=pages,
+        **settings,
+    )  # fmt: skip
 
 
 class PoolMemory(EngineMemory):
@@ -50,7 +28,7 @@ class PoolMemory(EngineMemory):
 
     def __init__(self, spec: KVSpec, num_tokens: int, layout: str = "layer_first") -> None:
         count = num_tokens // PAGE_TOKENS
-        self._pool = HostPool(spec, pages=2 * count + 1, layout=layout)
+        self._pool = pool_of(spec, 2 * count + 1, layout=layout)
         self._pool.kv_buffer.view(torch.uint8).fill_(3)
         self._rows = torch.arange(2 * count - 1, 0, -2) * PAGE_TOKENS
 
@@ -77,7 +55,7 @@ class PoolMemory(EngineMemory):
 
 
 def make() -> GPUConnector:
-    elements = HostPool(SPEC, pages=1).get_dummy_flat_data_page().numel()
+    elements = pool_of(SPEC, 1).get_dummy_flat_data_page().numel()
     return SGLangConnector(SGLangConfig(geometry=Geometry(page_tokens=PAGE_TOKENS, page_elements=elements)), SPEC)
 
 

@@ -20,7 +20,7 @@ def add(commands: typer.Typer) -> None:
     @commands.command("check")
     def check(
         kind: Annotated[str, typer.Argument(help=f"{_KINDS}; or engine.")],
-        type: Annotated[str, typer.Argument(help="The word in YAML; of an engine, vllm.")],
+        type: Annotated[str, typer.Argument(help="The word in YAML; of an engine, vllm, sglang or transformers.")],
         set: Annotated[
             list[str] | None,
             typer.Option("--set", help="A setting, KEY=VALUE as in YAML; {tmp} is a directory of each test's own."),
@@ -46,11 +46,39 @@ def add(commands: typer.Typer) -> None:
                 rich_help_panel=_ENGINE,
             ),
         ] = None,
+        secondary_tier: Annotated[
+            str | None,
+            typer.Option(
+                "--secondary-tier",
+                help="MODULE:CLASS, or vLLM's name, of a secondary tier of its offloading, instead of --connector.",
+                rich_help_panel=_ENGINE,
+            ),
+        ] = None,
+        storage: Annotated[
+            str | None,
+            typer.Option(
+                "--storage",
+                help="MODULE:CLASS, or SGLang's name, of a storage of its HiCache.",
+                rich_help_panel=_ENGINE,
+            ),
+        ] = None,
+        cached: Annotated[
+            str | None,
+            typer.Option(
+                "--cached",
+                help="MODULE:FUNCTION that puts a cache round a model of transformers.",
+                rich_help_panel=_ENGINE,
+            ),
+        ] = None,
+        cache: Annotated[
+            str | None,
+            typer.Option("--cache", help="MODULE:CLASS of a cache of transformers.", rich_help_panel=_ENGINE),
+        ] = None,
         extra: Annotated[
             str | None,
             typer.Option(
                 "--extra",
-                help="Its kv_connector_extra_config in JSON; {tmp} is a directory that the kit makes and damages.",
+                help="Its extra config in JSON; {tmp} is a directory that the kit makes and damages.",
                 rich_help_panel=_ENGINE,
             ),
         ] = None,
@@ -74,8 +102,10 @@ def add(commands: typer.Typer) -> None:
     ) -> None:
         """Test an installed component against the requirements of its kind."""
         engine = {
-            "--connector": connector, "--offloading-spec": offloading_spec, "--extra": extra, "--chunk": chunk,
-            "--block": block, "--tolerance": tolerance, "--short": short or None, "--junit": junit,
+            "--connector": connector, "--offloading-spec": offloading_spec, "--secondary-tier": secondary_tier,
+            "--storage": storage, "--cached": cached, "--cache": cache, "--extra": extra,
+            "--chunk": chunk, "--block": block, "--tolerance": tolerance,
+            "--short": short or None, "--junit": junit,
         }  # fmt: skip
         if kind == "engine":
             from kvloom_testkit.engines import report as engines

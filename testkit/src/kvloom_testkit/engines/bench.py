@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from kvloom_testkit.engines.damage import copy
+from kvloom_testkit.engines.base import BaseBench, NotMetError, expect
 from kvloom_testkit.engines.process import Engine, EngineError, Host
 from kvloom_testkit.engines.prompts import tokens
 from kvloom_testkit.engines.subject import Subject
@@ -25,21 +24,6 @@ _PROMPT_CHUNKS = 12
 _SHOWN = 3
 
 Prompt = list[int]
-T = TypeVar("T")
-
-
-class NotMetError(Exception):
-    """A requirement is not met; the message says what was seen."""
-
-
-class NotApplicableError(Exception):
-    """A requirement does not apply; the message says why."""
-
-
-def expect(condition: object, text: str) -> None:
-    """Raise NotMetError with the text unless the condition holds."""
-    if not condition:
-        raise NotMetError(text)
 
 
 @dataclass
@@ -56,32 +40,20 @@ class Session:
     stored: list[Prompt] = field(default_factory=list)
 
 
-class Bench:
+class Bench(BaseBench):
     """Starts engines in turn: one with the connector at a time, and one without it to compare with."""
 
     def __init__(self, subject: Subject, *, short: bool = False, host: Host | None = None) -> None:
-        self.subject, self.short = subject, short
+        super().__init__(HOST, ENVIRONMENT, seconds=subject.seconds, short=short, host=host)
+        self.subject = subject
         self.block, self.chunk = subject.block, subject.chunk
         self.faults: dict[str, list[str]] = {}
         """Faults that were seen in the engine's steps, by kind."""
         self.loads = self.steps = 0
-        self._own_host = host is None
-        self.host = host or Host(HOST, environment=ENVIRONMENT)
-        self.folder = self.host.folder / f"bench-{id(self):x}"
-        self.folder.mkdir()
         self._session: Session | None = None
+        self._beside: Session | None = None
         self._control: tuple[dict[str, Any], Engine] | None = None
         self._answers: dict[Any, Any] = {}
-        self._fresh: Host | None = None
-        self._done: dict[str, Any] = {}
-        self._generation = 0
-
-    def once(self, name: str, work: Callable[[], T]) -> T:
-        """The result of some work that several requirements judge; it is done for the first."""
-        if name not in self._done:
-            self._done[name] = work()
-        found: T = self._done[name]
-        return found
 
     # -- engines -------------------------------------------------------------------------------------------------------
 
@@ -95,28 +67,32 @@ class Bench:
         if self._session is not None and self._session.name == name and self._session.engine.alive:
             return self._session
         self.end_session()
-        folder = self.store(store)
-        folder.mkdir(exist_ok=True)
-        engine = self._fork(fresh)
-        begun = self._start(engine, llm, self.subject.transfer(folder, policy))
-        self._session = Session(name, engine, folder, llm, begun)
+        self._session = self._started(name, store, policy, fresh, llm)
         return self._session
 
-    def end_session(self) -> None:
-        """End the last session, however it can be ended."""
-        session, self._session = self._session, None
-        if session is not None:
-            self.collect(session)
-            try:
-                session.engine.close()
-            except EngineError:  # a requirement of its own is about that
-                session.engine.kill()
+    def beside(self, name: str, *, store: str) -> Session:
+        """Another engine with the connector, beside the last session, and ended with it. Raises EngineError."""
+        assert self._session is not None and self._beside is None
+        self._beside = self._started(name, store, "recompute", False, self._session.limits)
+        return self._beside
 
-    def start_over(self) -> None:
-        """End the session and leave the stores: what failed may have left wrong KV in both."""
-        self.end_session()
-        self._done.clear()
-        self._generation += 1
+    def end_session(self) -> None:
+        """End the last session, and what is beside it, however they can be ended."""
+        ending, self._session, self._beside = (self._beside, self._session), None, None
+        for session in ending:
+            if session is not None:
+                self.collect(session)
+                try:
+                    session.engine.close()
+                except EngineError:  # a requirement of its own is about that
+                    session.engine.kill()
+
+    def _started(self, name: str, store: str, policy: str, fresh: bool, llm: dict[str, Any]) -> Session:
+        folder = self.store(store)
+        folder.mkdir(exist_ok=True)
+        engine = self.fork(fresh)
+        begun = self._start(engine, llm, self.subject.transfer(folder, policy))
+        return Session(name, engine, folder, llm, begun)
 
     def collect(self, session: Session) -> None:
         """Add the faults that were seen in a session to those of all."""
@@ -130,44 +106,24 @@ class Bench:
             for kind, texts in seen["faults"].items():
                 self.faults.setdefault(kind, []).extend(f"{text} (session {session.name})" for text in texts)
 
-    def store(self, name: str) -> Path:
-        """The directory of a store."""
-        return self.folder / f"{name}-{self._generation}"
-
-    def copy_of(self, store: str, name: str) -> Path:
-        """A copy of a store under another name."""
-        copy(self.store(store), self.store(name))
-        return self.store(name)
-
     def model(self, seed: int = 1, kind: str = "dense") -> str:
         """The directory of the tiny model of a kind with these weights."""
         folder = self.host.folder / f"{kind}-{seed}"
         if not folder.exists():
-            self.host.ask({"model": str(folder), "seed": seed, "kind": kind})
+            self.host.order("model", folder=str(folder), seed=seed, kind=kind)
         return str(folder)
 
     def adapter(self, seed: int) -> str:
         """The directory of an adapter."""
         folder = self.host.folder / f"adapter-{seed}"
         if not folder.exists():
-            self.host.ask({"adapter": str(folder), "seed": seed})
+            self.host.order("adapter", folder=str(folder), seed=seed)
         return str(folder)
 
     def close(self) -> None:
         """End every process."""
-        self.end_session()
         self._end_control()
-        for host in (self._fresh, self.host if self._own_host else None):
-            if host is not None:
-                host.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _fork(self, fresh: bool) -> Engine:
-        if not fresh:
-            return self.host.fork(self.subject.seconds)
-        if self._fresh is None:
-            self._fresh = Host(HOST, environment=ENVIRONMENT)
-        return self._fresh.fork(self.subject.seconds)
+        super().close()
 
     def _start(self, engine: Engine, llm: dict[str, Any], kv: dict[str, Any] | None) -> Any:
         patience = self.subject.seconds / 4
@@ -210,7 +166,7 @@ class Bench:
     def forget(self, session: Session) -> None:
         """Empty the engine's own prefix cache."""
         expect(
-            session.engine.call("forget"),
+            session.engine.call("forget", connector=self.subject.is_tier),
             "the engine's own prefix cache could not be emptied: without requests, the connector holds blocks",
         )
 
@@ -228,17 +184,18 @@ class Bench:
         about = whole.get("lora", ""), whole.get("max_tokens", 8)
         key = (str(sorted(llm.items())), tuple(prompt), split, tuple(first), about)
         if key not in self._answers:
-            engine = self._without(llm)
+            engine = self.without(**llm)
             engine.call("forget")
             if split:
                 engine.call("generate", requests=[{**whole, "prompt": first, "max_tokens": 1}])
             (self._answers[key],) = engine.call("generate", requests=[whole])
         return self._answers[key]
 
-    def _without(self, llm: dict[str, Any]) -> Engine:
+    def without(self, **llm: Any) -> Engine:
+        """The engine without a connector."""
         if self._control is None or self._control[0] != llm or not self._control[1].alive:
             self._end_control()
-            engine = self.host.fork(self.subject.seconds)
+            engine = self.fork()
             self._start(engine, llm, None)
             engine.call("watch", on=False)
             self._control = llm, engine

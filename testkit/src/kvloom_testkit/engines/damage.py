@@ -21,13 +21,13 @@ def copy(folder: Path, into: Path) -> None:
                     _copy_file(path, target / path.name)
 
 
-def damage(folder: Path, how: str) -> int:
-    """Remove every file of a directory, cut it in half, or flip bits in its second half; the number of files.
+def damage(folder: Path, how: str, every: int = 1) -> int:
+    """Remove files of a directory, cut them in half, or flip bits in their second half; the number of files.
 
-    how: `remove`, `cut` or `flip`.
+    how: `remove`, `cut` or `flip`. every: 2 for every other file.
     """
     # The step is odd: every byte of a number is hit sooner or later, exponents too.
-    files = [path for path in folder.rglob("*") if _is_own(path)]
+    files = sorted(path for path in folder.rglob("*") if _is_own(path))[::every]
     for path in files:
         size = path.stat().st_size
         if how == "remove":

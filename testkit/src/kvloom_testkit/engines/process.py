@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,6 +23,7 @@ _IMPORT_SECONDS = 180.0
 _LAST_WORDS = 600
 _LAST_BYTES = 16 << 10
 _STACK_SECONDS = 1.0
+_ENDING_SECONDS = 5.0
 
 
 class EngineError(Exception):
@@ -63,7 +64,7 @@ class Host:
             with (self.folder / "host.log").open("wb") as log:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", module, str(self.folder / "socket")], stdin=subprocess.DEVNULL, stdout=log,
-                    stderr=log, env={**os.environ, **environment}, start_new_session=True,
+                    stderr=log, env={**os.environ, "TMPDIR": str(self.folder), **environment}, start_new_session=True,
                 )  # fmt: skip
             self._orders = self._connection(time.monotonic() + seconds, self._process.poll)
             hello = self._orders.read(time.monotonic() + seconds)
@@ -80,8 +81,12 @@ class Host:
         self.about: Mapping[str, Any] = hello["ok"]
         """`version`, of the engine."""
 
-    def ask(self, order: Mapping[str, Any], seconds: float = _IMPORT_SECONDS) -> Any:
+    def order(self, name: str, /, **arguments: Any) -> Any:
         """Have the host do something itself. Raises EngineError."""
+        return self._ask({"order": name, "args": arguments})
+
+    def _ask(self, order: Mapping[str, Any], seconds: float = _IMPORT_SECONDS) -> Any:
+        """The host's answer to a line. Raises EngineError."""
         assert self._orders is not None
         try:
             self._orders.write(order)
@@ -93,7 +98,7 @@ class Host:
         """A process for an engine. seconds: the deadline of each call. Raises EngineError."""
         self._count += 1
         log, stack = self.folder / f"{self._count}.log", self.folder / f"{self._count}.stack"
-        process = self.ask({"id": str(self._count), "log": str(log), "stack": str(stack)})
+        process = self._ask({"id": str(self._count), "log": str(log), "stack": str(stack)})
         until = time.monotonic() + seconds
         try:
             lines = self._connection(until, lambda: None)
@@ -109,8 +114,11 @@ class Host:
             self._orders.close()
         self._listening.close()
         if self._process is not None:
-            _kill(self._process.pid)
-            self._process.wait()
+            try:
+                self._process.wait(_ENDING_SECONDS)  # it ends by itself, and removes what engines left in shared memory
+            except subprocess.TimeoutExpired:
+                _kill(self._process.pid)
+                self._process.wait()
         self._words = _end_of(self.folder / "host.log")
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -142,6 +150,7 @@ class Engine:
         self._host, self.process, self._lines = host, process, lines
         self._log, self._stack, self._seconds = log, stack, seconds
         self.alive = True
+        self._unread: Callable[[], Any] | None = None
 
     def start(self, **settings: Any) -> Any:
         """Start the engine. Raises RefusedError, EndedError or HangError."""
@@ -151,13 +160,27 @@ class Engine:
             self.kill()
             raise RefusedError(f"the engine refused to start: {error}") from error
 
-    def call(self, name: str, **arguments: Any) -> Any:
+    def call(self, name: str, /, **arguments: Any) -> Any:
         """Call a method of the driver. Raises RaisedError, EndedError or HangError."""
+        return self.begin(name, **arguments)()
+
+    def begin(self, name: str, /, **arguments: Any) -> Callable[[], Any]:
+        """Begin a call; the function that is returned waits for the answer. The next call waits for it, too."""
+        if self._unread is not None:
+            with contextlib.suppress(RaisedError):
+                self._unread()
         if not self.alive:
             raise EndedError("the process has ended before")
-        try:
+        until = time.monotonic() + self._seconds
+        with contextlib.suppress(ConnectionError):  # it has ended, and waiting says how
             self._lines.write({"call": name, "args": arguments})
-            answer = self._lines.read(time.monotonic() + self._seconds)
+        self._unread = lambda: self._answer(name, until)
+        return self._unread
+
+    def _answer(self, name: str, until: float) -> Any:
+        self._unread = None
+        try:
+            answer = self._lines.read(until)
         except TimeoutError:
             where = self._where_it_hangs()
             self.kill()
@@ -203,7 +226,7 @@ class Engine:
         with contextlib.suppress(EngineError):
             if not _has_ended(self.process):  # it closed its connection and goes on
                 _kill(self.process)
-            return int(self._host.ask({"wait": self.process}))
+            return int(self._host._ask({"wait": self.process}))
         return -signal.SIGKILL
 
     def _where_it_hangs(self) -> str:

@@ -6,115 +6,160 @@ import json
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 from xml.etree import ElementTree
 
 from kvloom import ConfigError, output
+from kvloom_testkit.engines.base import BaseBench
 from kvloom_testkit.engines.bench import Bench
 from kvloom_testkit.engines.process import Host, RefusedError
-from kvloom_testkit.engines.running import REQUIREMENTS, Row, check
+from kvloom_testkit.engines.requirements import EngineConformance
+from kvloom_testkit.engines.running import Row, check
+from kvloom_testkit.engines.sglang.requirements import StorageConformance
+from kvloom_testkit.engines.sglang.storages import Storage, StorageBench
 from kvloom_testkit.engines.subject import Subject
+from kvloom_testkit.engines.transformers.caches import CacheBench, Cached
+from kvloom_testkit.engines.transformers.requirements import CacheConformance
+from kvloom_testkit.requirements import Requirement, requirements_of
 
-TESTED = ("0.32",)
-"""Versions of vLLM that this kit was tested with."""
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine that subjects are checked in."""
+
+    word: str
+    """Its name on the command line."""
+    title: str
+    tested: Sequence[str]
+    """Versions that this kit was tested with."""
+    subjects: Mapping[str, Callable[..., Any]]
+    """By the option that names a subject, a function that makes it of the option's text."""
+    limits: Sequence[str]
+    """Further options that say how."""
+    conformance: type[Any]
+    bench: Callable[..., BaseBench]
+
+    @property
+    def requirements(self) -> dict[str, Requirement]:
+        """By id."""
+        return {one.id: one for one in requirements_of(self.conformance)}
+
+
+VLLM = Engine(
+    "vllm", "vLLM", ("0.32",),
+    {"--connector": Subject.named, "--offloading-spec": Subject.of_spec, "--secondary-tier": Subject.of_tier},
+    ("--block", "--chunk", "--tolerance"), EngineConformance, Bench,
+)  # fmt: skip
+SGLANG = Engine("sglang", "SGLang", ("0.5.23",), {"--storage": Storage.named}, (), StorageConformance, StorageBench)
+TRANSFORMERS = Engine(
+    "transformers", "transformers", ("5",), {"--cached": Cached.wrapper, "--cache": Cached.cache},
+    ("--chunk", "--tolerance"), CacheConformance, CacheBench,
+)  # fmt: skip
+ENGINES = {one.word: one for one in (VLLM, SGLANG, TRANSFORMERS)}
+_COMMON = ("--extra", "--short", "--junit")
 _MARKS = {"met": "ok", "not met": "FAIL", "skipped": "-", "not tried": "?"}
 _INTERRUPTED = 130
 _WIDTH = 110
 
 
 def run_options(
-    engine: str, options: Mapping[str, Any], others: Mapping[str, object], only: Sequence[str], seconds: float, *,
+    word: str, options: Mapping[str, Any], others: Mapping[str, object], only: Sequence[str], seconds: float, *,
     as_json: bool,
 ) -> int:  # fmt: skip
     """Check what the options of the command line say; the exit status. others: options that engines do not have.
 
     Raises ConfigError.
     """
-    if engine != "vllm":
-        raise ConfigError("engine", f"no engine {engine!r}; there is vllm")
-    if given := [name for name, value in others.items() if value]:
-        raise ConfigError(given[0], "`kvloom check engine` does not have this option")
-    more = {name: options[f"--{name}"] for name in ("block", "chunk", "tolerance") if options[f"--{name}"] is not None}
-    connector, spec, extra = options["--connector"], options["--offloading-spec"], _extra(options["--extra"])
-    if spec is not None and connector is not None:
-        raise ConfigError("--offloading-spec", "it has vLLM's OffloadingConnector checked; remove --connector")
-    if spec is not None:
-        subject = Subject.of_spec(spec, extra=extra, seconds=seconds, **more)
-    elif connector is not None:
-        subject = Subject.named(connector, extra=extra, seconds=seconds, **more)
-    else:
-        text = "missing; write MODULE:CLASS, as vLLM imports it, or a name that vLLM knows; or --offloading-spec"
-        raise ConfigError("--connector", text)
+    if word not in ENGINES:
+        raise ConfigError("engine", f"no engine {word!r}; there are {', '.join(ENGINES)}")
+    engine = ENGINES[word]
+    given = [name for name, value in options.items() if value is not None]
+    foreign = [name for name in given if name not in (*engine.subjects, *engine.limits, *_COMMON)]
+    if wrong := [*foreign, *(name for name, value in others.items() if value)]:
+        raise ConfigError(wrong[0], f"`kvloom check engine {word}` does not have this option")
+    named = [name for name in engine.subjects if name in given]
+    if not named:
+        first, *rest = engine.subjects
+        instead = f"; or {' or '.join(rest)}" if rest else ""
+        text = f"missing; write MODULE:CLASS, as {engine.title} imports it, or a name that it knows{instead}"
+        raise ConfigError(first, text)
+    if len(named) > 1:
+        raise ConfigError(named[1], f"something else is checked by {named[0]}; remove one of them")
+    more = {name.removeprefix("--"): options[name] for name in engine.limits if options[name] is not None}
+    extra = _extra(options["--extra"])
+    subject = engine.subjects[named[0]](options[named[0]], extra=extra, seconds=seconds, **more)
     short = bool(options["--short"])
-    return run(subject, only=only, short=short, as_json=as_json, junit=options["--junit"])
+    return run(engine, subject, only=only, short=short, as_json=as_json, junit=options["--junit"])
 
 
 def run(
-    subject: Subject, *, only: Sequence[str] = (), short: bool = False, as_json: bool = False,
+    engine: Engine, subject: Any, *, only: Sequence[str] = (), short: bool = False, as_json: bool = False,
     junit: Path | None = None, host: Host | None = None,
 ) -> int:  # fmt: skip
-    """Check a connector and print the rows as they come; the exit status. host: one that runs already.
+    """Check a subject and print the rows as they come; the exit status. host: one that runs already.
 
     as_json: print JSON when all is done; the rows go to standard error.
     """
-    wanted = _wanted(only)
+    requirements = engine.requirements
+    wanted = _wanted(only, requirements)
     begin = time.monotonic()
     try:
-        bench = Bench(subject, short=short, host=host)
+        bench = engine.bench(subject, short=short, host=host)
     except RefusedError as error:
-        raise ConfigError("engine vllm", f"{error}; run this in the environment that vLLM is installed in") from error
-    version = str(bench.host.about["version"])
-    if not version.startswith(tuple(f"{one}." for one in TESTED)):
-        print(f"vLLM {version} is not a version that this kit was tested with: {', '.join(TESTED)}", file=sys.stderr)
-    width = max(len(REQUIREMENTS[each].title) for each in wanted)
+        text = f"{error}; run this in the environment that {engine.title} is installed in"
+        raise ConfigError(f"engine {engine.word}", text) from error
+    version = f"{engine.title} {bench.host.about['version']}"
+    if not f"{version}.".startswith(tuple(f"{engine.title} {one}." for one in engine.tested)):
+        print(f"{version} is not a version that this kit was tested with: {', '.join(engine.tested)}", file=sys.stderr)
+    width = max(len(requirements[each].title) for each in wanted)
     out = sys.stderr if as_json else sys.stdout
 
     def tell(row: Row) -> None:
-        why = row.reason if row.outcome == "skipped" else ""
+        why = row.reason if row.outcome in ("met", "skipped") else ""
         text = f"{row.id}  {_MARKS[row.outcome]:4}  {row.title:{width}}  {row.seconds:6.1f} s  {why}"
         print(output.plain(text.rstrip()), file=out, flush=True)
 
     try:
-        rows = check(bench, only=wanted, tell=tell)
+        rows = check(bench, engine.conformance, only=wanted, tell=tell)
     except KeyboardInterrupt:
         print(f"{subject}: interrupted", file=sys.stderr)
         return _INTERRUPTED
     finally:
         bench.close()
-    _explain(rows, out)
+    _explain(rows, requirements, out)
     print(f"\n{summary(subject, version, rows)}, {time.monotonic() - begin:.0f} s", file=out)
     if as_json:
-        print(json.dumps(document(subject, version, rows, short=short), indent=2))
+        print(json.dumps(document(engine, subject, version, rows, short=short), indent=2))
     if junit is not None:
-        _write(junit, xml(subject, rows))
+        _write(junit, xml(engine, subject, rows))
     return 1 if any(row.outcome in ("not met", "not tried") for row in rows) else 0
 
 
-def summary(subject: Subject, version: str, rows: Sequence[Row]) -> str:
-    """One line: the connector, the engine, and how many requirements came out how."""
+def summary(subject: Any, version: str, rows: Sequence[Row]) -> str:
+    """One line: the subject, the engine, and how many requirements came out how."""
     counts = {outcome: sum(row.outcome == outcome for row in rows) for outcome in _MARKS}
     said = [f"{count} {outcome}" for outcome, count in counts.items() if count]
-    return f"{subject} on vLLM {version}: {', '.join(said)}"
+    return f"{subject} on {version}: {', '.join(said)}"
 
 
-def document(subject: Subject, version: str, rows: Sequence[Row], *, short: bool) -> dict[str, Any]:
+def document(engine: Engine, subject: Any, version: str, rows: Sequence[Row], *, short: bool) -> dict[str, Any]:
     """The rows and their subject as JSON has them."""
-    about = {"connector": str(subject), "extra": subject.extra, "block": subject.block, "chunk": subject.chunk}
     return {
-        **about, "engine": "vllm", "version": version, "short": short,
+        "connector": str(subject), **subject.settings, "engine": engine.word,
+        "version": version.partition(" ")[2], "short": short,
         "summary": summary(subject, version, rows), "rows": [asdict(row) for row in rows],
     }  # fmt: skip
 
 
-def xml(subject: Subject, rows: Sequence[Row]) -> str:
+def xml(engine: Engine, subject: Any, rows: Sequence[Row]) -> str:
     """The rows as JUnit has them: a test case for each."""
     failed = [row for row in rows if row.outcome in ("not met", "not tried")]
     skipped = [row for row in rows if row.outcome == "skipped"]
     suite = ElementTree.Element("testsuite", {
-        "name": f"kvloom check engine vllm {subject}", "tests": str(len(rows)), "failures": str(len(failed)),
+        "name": f"kvloom check engine {engine.word} {subject}", "tests": str(len(rows)), "failures": str(len(failed)),
         "skipped": str(len(skipped)), "errors": "0", "time": f"{sum(row.seconds for row in rows):.3f}",
     })  # fmt: skip
     for row in rows:
@@ -128,11 +173,11 @@ def xml(subject: Subject, rows: Sequence[Row]) -> str:
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def _wanted(only: Sequence[str]) -> list[str]:
+def _wanted(only: Sequence[str], requirements: Mapping[str, Requirement]) -> list[str]:
     asked = {each.strip().upper() for text in only for each in text.split(",") if each.strip()}
-    if unknown := sorted(asked - set(REQUIREMENTS)):
-        raise ConfigError("--only", f"no requirement {', '.join(unknown)}; there are {', '.join(REQUIREMENTS)}")
-    return sorted(asked or REQUIREMENTS)
+    if unknown := sorted(asked - set(requirements)):
+        raise ConfigError("--only", f"no requirement {', '.join(unknown)}; there are {', '.join(requirements)}")
+    return sorted(asked or requirements)
 
 
 def _extra(text: str | None) -> dict[str, Any]:
@@ -145,10 +190,10 @@ def _extra(text: str | None) -> dict[str, Any]:
     return extra
 
 
-def _explain(rows: Sequence[Row], out: TextIO) -> None:
+def _explain(rows: Sequence[Row], requirements: Mapping[str, Requirement], out: TextIO) -> None:
     for row in rows:
         if row.outcome == "not met":
-            one = REQUIREMENTS[row.id]
+            one = requirements[row.id]
             print(f"\n{one.id} {one.what}", file=out)
             for name, text in (("Why", one.why), ("Usually", one.usually), ("Here", row.reason)):
                 text = f"{name}: {text[:1500]}"

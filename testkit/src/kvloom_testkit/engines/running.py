@@ -1,20 +1,19 @@
-"""Runs the requirements on a connector, in order, and tells of each when it is done."""
+"""Runs the requirements on a subject, in order, and tells of each when it is done."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from kvloom_testkit.engines.bench import Bench, NotApplicableError, NotMetError
-from kvloom_testkit.engines.conformance import EngineConformance
+from kvloom_testkit.engines.base import BaseBench, NotApplicableError, NotMetError
 from kvloom_testkit.engines.process import EndedError, EngineError, HangError, RefusedError
+from kvloom_testkit.engines.requirements import EngineConformance
 from kvloom_testkit.requirements import requirements_of
 
 TROUBLES = 3
 """Number of requirements in which the engine hangs or ends, after which the others are not tried."""
-REQUIREMENTS = {one.id: one for one in requirements_of(EngineConformance)}
-_FIRST = min(REQUIREMENTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,29 +25,32 @@ class Row:
     outcome: str
     """`met`, `not met`, `skipped`, or `not tried`."""
     reason: str
+    """Why; of what is met, a measurement or nothing."""
     seconds: float
 
 
-def check(bench: Bench, *, only: Sequence[str] = (), tell: Callable[[Row], None] = lambda row: None) -> list[Row]:
-    """The rows of a connector. only: ids; default: all. The bench is not closed."""
-    tests = EngineConformance()
-    wanted = list(only or REQUIREMENTS)
+def check(
+    bench: BaseBench, conformance: type[Any] = EngineConformance, *, only: Sequence[str] = (),
+    tell: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:  # fmt: skip
+    """The rows of a subject. only: ids; default: all of the conformance class. The bench is not closed."""
+    tests = conformance()
+    requirements = {one.id: one for one in requirements_of(conformance)}
     rows: list[Row] = []
     troubles, refused = 0, ""
-    for number in wanted:
-        about = REQUIREMENTS[number]
+    for number in only or requirements:
+        about = requirements[number]
         begin = time.monotonic()
         if refused or troubles >= TROUBLES:
             outcome, reason = "not tried", refused or f"{TROUBLES} hang or end the process"
         else:
             try:
-                getattr(tests, about.test)(bench)
-                outcome, reason = "met", ""
+                outcome, reason = "met", getattr(tests, about.test)(bench) or ""
             except NotApplicableError as error:
                 outcome, reason = "skipped", str(error)
             except (NotMetError, EngineError) as error:
                 outcome, reason = "not met", str(error).replace(f"{bench.folder}/", "")
-                if isinstance(error, RefusedError) and number == _FIRST:
+                if isinstance(error, RefusedError) and number == min(requirements):
                     refused = "the engine does not start with it"
                 troubles += isinstance(error, HangError | EndedError)
                 bench.start_over()

@@ -31,16 +31,18 @@ class Subject:
     """Seconds that the connector may take to store in the background."""
     seconds: float = 60.0
     """Deadline of each answer of the engine."""
+    label: str = ""
+    """Its name in reports, if that is not the connector's."""
+    is_tier: bool = False
+    """It is behind host memory, which is filled when it is asked, and emptied where the engine's own cache is."""
 
     @classmethod
     def named(cls, connector: str, **more: Any) -> Subject:
         """The subject of `MODULE:CLASS`, or of a name that the engine knows. Raises ConfigError."""
-        module, name = _place(connector)
-        if not name:
-            raise ConfigError("--connector", f"expected MODULE:CLASS, or a name that vLLM knows, not {connector!r}")
+        module, name = place(connector, "--connector", "vLLM")
         if "block" in more:
             more.setdefault("chunk", more["block"])
-        subject = cls(name, module or None, **more)
+        subject = cls(name, module, **more)
         if subject.block < 1 or subject.chunk < 1 or subject.chunk % subject.block:
             text = f"expected a multiple of the block's {subject.block} tokens, not {subject.chunk}"
             raise ConfigError("--chunk", text)
@@ -49,40 +51,60 @@ class Subject:
     @classmethod
     def of_spec(cls, spec: str, *, extra: dict[str, Any], **more: Any) -> Subject:
         """The subject of vLLM's OffloadingConnector with the spec `MODULE:CLASS`. Raises ConfigError."""
-        module, name = _place(spec)
-        if not (module and name):
-            raise ConfigError("--offloading-spec", f"expected MODULE:CLASS, not {spec!r}")
+        module, name = place(spec, "--offloading-spec")
         whole = {"spec_name": name, "spec_module_path": module, **extra}
-        return cls.named("OffloadingConnector", extra=whole, **more)
+        return cls.named("OffloadingConnector", extra=whole, label=spec, **more)
+
+    @classmethod
+    def of_tier(cls, tier: str, *, extra: dict[str, Any], **more: Any) -> Subject:
+        """The subject of a secondary tier of vLLM's offloading, `MODULE:CLASS` or vLLM's name. Raises ConfigError."""
+        module, name = place(tier, "--secondary-tier", "vLLM")
+        told = {"type": name, **({"module_path": module} if module else {}), **extra}
+        settings = {
+            "spec_name": "HostTieringSpec", "spec_module_path": "kvloom_testkit.engines.vllm.tiering",
+            "cpu_bytes_to_use": 64 << 20, "secondary_tiers": [told],
+        }  # fmt: skip
+        if "chunk" in more:
+            settings["block_size"] = more["chunk"]
+        return cls.named("OffloadingConnector", extra=settings, label=tier, is_tier=True, **more)
 
     @property
     def has_store(self) -> bool:
         """Return whether its settings name the kit's directory."""
-        return _replaced(self.extra, "") != self.extra
+        return replaced(self.extra, "") != self.extra
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that a report names."""
+        return {"extra": self.extra, "block": self.block, "chunk": self.chunk}
 
     def transfer(self, store: Path, policy: str) -> dict[str, Any]:
         """The arguments of KVTransferConfig."""
         return {
             "kv_connector": self.cls, "kv_connector_module_path": self.module, "kv_role": "kv_both",
-            "kv_load_failure_policy": policy, "kv_connector_extra_config": _replaced(self.extra, str(store)),
+            "kv_load_failure_policy": policy, "kv_connector_extra_config": replaced(self.extra, str(store)),
         }  # fmt: skip
 
     def __str__(self) -> str:
-        return f"{self.module}:{self.cls}" if self.module else self.cls
+        return self.label or (f"{self.module}:{self.cls}" if self.module else self.cls)
 
 
-def _place(text: str) -> tuple[str, str]:
-    """The module and the class of `MODULE:CLASS`; no module if none is named, no class if it is neither."""
+def place(text: str, option: str, engine: str = "") -> tuple[str | None, str]:
+    """The module and the class of `MODULE:CLASS`, or no module and a name that the engine knows. Raises ConfigError."""
     module, colon, name = text.rpartition(":")
     valid = name.isidentifier() and (not colon or all(part.isidentifier() for part in module.split(".")))
-    return (module, name) if valid else ("", "")
+    if not valid or not (colon or engine):
+        known = f", or a name that {engine} knows" if engine else ""
+        raise ConfigError(option, f"expected MODULE:CLASS{known}, not {text!r}")
+    return module or None, name
 
 
-def _replaced(value: Any, text: str) -> Any:
+def replaced(value: Any, text: str) -> Any:
+    """A setting with a text for `{tmp}`, at any depth."""
     if isinstance(value, str):
         return value.replace(TMP, text)
     if isinstance(value, dict):
-        return {name: _replaced(one, text) for name, one in value.items()}
+        return {name: replaced(one, text) for name, one in value.items()}
     if isinstance(value, list):
-        return [_replaced(one, text) for one in value]
+        return [replaced(one, text) for one in value]
     return value

@@ -1,51 +1,18 @@
-"""Drives one engine of vLLM, whose scheduler and worker are in this process, as the kit says: JSON lines on a socket.
-
-Each line is `{"call": NAME, "args": {...}}`, with the name of a method of `Driver`. The answer is `{"ok": ...}` or
-`{"error": "TYPE: TEXT", "where": TRACEBACK}`.
-"""
+"""Drives one engine of vLLM, whose scheduler and worker are in this process, as the kit says."""
 
 from __future__ import annotations
 
-import json
-import operator
+import multiprocessing
 import os
-import socket
 import threading
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
 from kvloom_testkit.engines.damage import damage
+from kvloom_testkit.engines.vllm.memory import groups_of
+from kvloom_testkit.engines.vllm.waits import waits
 from kvloom_testkit.engines.vllm.watch import Watch
-
-_MOST_CHARACTERS = 4000
-"""Of an error, and of its traceback."""
-
-
-def serve(path: str, identity: str) -> None:
-    """Answer calls until the kit closes the connection; the first one is `start`."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(path)
-        lines = connection.makefile("rw", encoding="utf-8")
-        _write(lines, json.dumps({"hello": identity, "process": os.getpid()}))
-        driver = Driver()
-        for line in lines:
-            order = json.loads(line)
-            try:
-                # Numbers may be a connector's own, of numpy or torch.
-                answer = json.dumps({"ok": getattr(driver, order["call"])(**order["args"])}, default=operator.index)
-            except Exception as error:
-                where = traceback.format_exc()
-                print(where, flush=True)
-                said = f"{type(error).__name__}: {error}"
-                answer = json.dumps({"error": said[:_MOST_CHARACTERS], "where": where[-_MOST_CHARACTERS:]})
-            _write(lines, answer)
-
-
-def _write(lines: Any, message: str) -> None:
-    lines.write(message + "\n")
-    lines.flush()
 
 
 class Driver:
@@ -62,14 +29,21 @@ class Driver:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
+        if llm.get("tensor_parallel_size", 1) > 1:
+            _fork_ranks()
         more = {"kv_transfer_config": KVTransferConfig(**kv)} if kv else {}
         self._llm = LLM(**llm, **more)
         self._engine: Any = self._llm.llm_engine
         core = self._engine.engine_core.engine_core
         self._scheduler = core.scheduler
         self._settle, self._patience = settle, patience
-        runner = core.model_executor.driver_worker.worker.model_runner
-        self._watch = Watch(self._scheduler, runner.kv_caches)
+        worker = getattr(core.model_executor, "driver_worker", None)  # None with ranks, in processes of their own
+        runner = worker and worker.worker.model_runner
+        config, caches = (runner.kv_cache_config, runner.kv_caches) if runner else (self._scheduler.kv_cache_config, ())
+        self._watch = Watch(self._scheduler, groups_of(config, caches))
+        if runner:
+            runner._zero_block_ids = self._watch.keep_poison(runner._zero_block_ids)
+        self._waits = waits()
         return {"block": self._scheduler.block_size, "blocks": self._pool.num_gpu_blocks, **self.state()}
 
     @property
@@ -100,6 +74,12 @@ class Driver:
                 })  # fmt: skip
         return answers
 
+    def time(self, requests: list[dict[str, Any]]) -> float:
+        """Answer requests as one batch; the seconds that it took."""
+        begin = time.perf_counter()
+        self._run([self._add(**one) for one in requests])
+        return time.perf_counter() - begin
+
     def abort(self, requests: list[dict[str, Any]], steps: int) -> int:
         """Add requests, step some times, abort those that are left and let the engine end them; their number."""
         names = [self._add(**one) for one in requests]
@@ -119,10 +99,11 @@ class Driver:
             self._engine.step()
             time.sleep(0.01)
 
-    def forget(self) -> bool:
-        """Empty the engine's own prefix cache, not the connector's; false where blocks are still held after long."""
+    def forget(self, connector: bool = False) -> bool:
+        """Empty the engine's own prefix cache; false where blocks are still held after long. connector: its, too."""
         until = time.monotonic() + self._patience
-        while not (done := bool(self._llm.reset_prefix_cache())) and time.monotonic() < until:
+        reset = self._llm.reset_prefix_cache
+        while not (done := bool(reset(reset_connector=connector))) and time.monotonic() < until:
             self._engine.step()
             time.sleep(0.01)
         return done
@@ -149,9 +130,15 @@ class Driver:
 
         return type(self._scheduler.connector).reset_cache is not base.KVConnectorBase_V1.reset_cache
 
-    def break_loads(self, how: str, folder: str) -> None:
-        """Damage all files of a directory when the next request has been promised KV: `remove`, `cut` or `flip`."""
-        self._watch.when_promised = lambda: damage(Path(folder), how)
+    def break_loads(self, how: str, folder: str, asked: bool) -> None:
+        """Damage all files of a directory when the next request has been promised KV: `remove`, `cut` or `flip`.
+
+        asked: when the connector was asked for the first time, which may not answer before it has loaded.
+        """
+        if asked:
+            self._watch.when_asked = lambda: damage(Path(folder), how)
+        else:
+            self._watch.when_promised = lambda: damage(Path(folder), how)
 
     def watch(self, on: bool) -> None:
         """Look, or don't, at every block in every step; it takes time."""
@@ -160,6 +147,12 @@ class Driver:
     def seen(self) -> dict[str, Any]:
         """The faults that were seen in every step since the last call, by kind; and the number of loads and steps."""
         return self._watch.take()
+
+    def waits(self) -> dict[str, float]:
+        """The longest seconds in each of the worker's calls to its connector since the last time."""
+        found = dict(self._waits)
+        self._waits.clear()
+        return found
 
     def state(self) -> dict[str, int]:
         """Free blocks, requests that the scheduler knows, threads, descriptors, and preemptions so far."""
@@ -201,3 +194,11 @@ _numbers: dict[str, int] = {}
 
 def _number_of(lora: str) -> int:
     return _numbers.setdefault(lora, len(_numbers) + 1)
+
+
+def _fork_ranks() -> None:
+    """Have processes of ranks forked from this one, instead of each importing vLLM anew."""
+    from vllm.v1.executor import multiproc_executor
+
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or it wants a core for each rank, and one besides
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")

@@ -8,38 +8,44 @@ from typing import Any
 
 import torch
 
-POISON = 768.0
-"""Written to blocks that are about to be loaded; exact in every float type, and no value of a real K or V."""
-_BITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}  # NaN is not equal to itself
+from kvloom_testkit.engines.vllm.memory import Group
+
+_NULL = 0
+"""vLLM's block for those that it does not keep, with what nobody reads."""
 _MOST = 5
 
 
 @dataclass(slots=True)
 class _Load:
-    """Blocks that the connector is to fill, whole ones first."""
+    """Blocks that the connector is to fill, by group: all of them, and those that it fills whole."""
 
-    blocks: list[int]
-    whole: int
+    blocks: list[list[int]]
+    whole: list[list[int]]
     asynchronous: bool
+
+    @property
+    def all(self) -> set[int]:
+        return {block for group in self.blocks for block in group}
 
 
 class Watch:
-    """Wraps the connector's calls on the scheduler's side, and compares all blocks between steps.
+    """Wraps the connector's calls on the scheduler's side, and compares all blocks of all groups between steps.
 
-    A block may change in a step if the model computes tokens in it, or if it is being loaded. It sees only models
-    whose KV is in one group.
+    A block may change in a step if the model computes tokens in it, if the engine clears it or copies into it, or if
+    it is being loaded.
     """
 
-    def __init__(self, scheduler: Any, caches: Sequence[torch.Tensor]) -> None:
+    def __init__(self, scheduler: Any, groups: Sequence[Group]) -> None:
         self.on = True
         self.claimed: dict[str, int] = {}
         """Number of tokens that the connector claimed last for each request."""
+        self.when_asked: Callable[[], object] | None = None
+        """Called once, after the connector was asked what it has of a request."""
         self.when_promised: Callable[[], object] | None = None
         """Called once, after a request's blocks are allocated and before the connector is told."""
-        self._scheduler = scheduler
-        groups = scheduler.kv_cache_config.kv_cache_groups
-        self._caches = [one for one in caches if isinstance(one, torch.Tensor)] if len(groups) == 1 else []
-        self._block = scheduler.block_size
+        self._scheduler, self._groups = scheduler, groups
+        layers = [layer for group in groups for layer in group.layers]
+        self._layers = list({(one.data_ptr(), one.shape, one.stride()): one for one in layers}.values())
         self._before: list[torch.Tensor] = []
         self._locally: dict[str, tuple[int, bool]] = {}
         self._loads: dict[str, _Load] = {}
@@ -57,6 +63,15 @@ class Watch:
         found = {"faults": self._faults, "steps": self._steps, "loads": self._count}
         self._faults, self._steps, self._count = {}, 0, 0
         return found
+
+    def keep_poison(self, clear: Callable[[list[int]], object]) -> Callable[[list[int]], object]:
+        """A worker's function that sets new blocks to zero, but for those that are about to be loaded."""
+
+        def cleared(blocks: list[int]) -> None:
+            promised = {block for load in self._loads.values() for block in load.all} if self.on else set()
+            clear([block for block in blocks if block not in promised])
+
+        return cleared
 
     def _wrap(self) -> None:
         scheduler, connector = self._scheduler, self._scheduler.connector
@@ -79,6 +94,9 @@ class Watch:
         def claim(request: Any, num_computed_tokens: int) -> Any:
             answer = matched(request, num_computed_tokens)
             count, asynchronous = answer
+            if self.when_asked is not None:
+                self.when_asked()
+                self.when_asked = None
             if count is not None:
                 self._locally[request.request_id] = (num_computed_tokens, asynchronous)
                 self.claimed[_asked_as(request)] = count
@@ -87,7 +105,7 @@ class Watch:
 
         def allocate(request: Any, blocks: Any, num_external_tokens: int) -> Any:
             if num_external_tokens > 0:
-                self._promise(request, blocks.get_block_ids()[0], num_external_tokens)
+                self._promise(request, blocks.get_block_ids(), num_external_tokens)
                 if self.when_promised is not None:
                     self.when_promised()
                     self.when_promised = None
@@ -104,72 +122,77 @@ class Watch:
         if not count and asynchronous:
             self._fault("claims", "no tokens claimed, and a load in the background announced")
 
-    def _promise(self, request: Any, ids: Sequence[int], count: int) -> None:
+    def _promise(self, request: Any, ids: Sequence[Sequence[int]], count: int) -> None:
         local, asynchronous = self._locally.get(request.request_id, (0, False))
-        first = local // self._block
-        blocks = list(ids[first : -(-(local + count) // self._block)])
-        self._loads[request.request_id] = _Load(blocks, count // self._block, asynchronous)
+        blocks, whole = [], []
+        for group, given in zip(self._groups, ids, strict=True):
+            first, end = local // group.block, (local + count) // group.block
+            blocks.append([one for one in given[first : -(-(local + count) // group.block)] if one != _NULL])
+            whole.append([one for one in given[first:end] if one != _NULL])
+        load = self._loads[request.request_id] = _Load(blocks, whole, asynchronous)
         self._count += 1
-        if self.on and not self._is_shared(blocks):
-            for cache in self._caches:
-                cache[blocks] = POISON
+        if self.on and not self._is_shared(load.all):
+            for group, given in zip(self._groups, blocks, strict=True):
+                group.poison(given)
 
-    def _is_shared(self, blocks: Sequence[int]) -> bool:
+    def _is_shared(self, blocks: set[int]) -> bool:
         pool = self._scheduler.kv_cache_manager.block_pool
         return any(pool.blocks[one].ref_cnt > 1 for one in blocks)
 
     def _computed(self, output: Any) -> set[int]:
-        """Blocks in which the model computes tokens in this step."""
-        found: set[int] = set()
+        """Blocks in which the model computes tokens in this step, and those that the engine itself writes to."""
+        found = set(getattr(output, "new_block_ids_to_zero", None) or ())
+        found.update(target for _, target in getattr(output, "kv_cache_block_copies", None) or ())
         for name in output.num_scheduled_tokens:
             if (request := self._scheduler.requests.get(name)) is None:
                 continue
-            (ids, *_) = self._scheduler.kv_cache_manager.get_block_ids(name)
             done = request.num_computed_tokens - output.num_scheduled_tokens[name]
-            found.update(ids[max(done, 0) // self._block :])
+            for group, ids in zip(self._groups, self._scheduler.kv_cache_manager.get_block_ids(name), strict=True):
+                found.update(ids[max(done, 0) // group.block :])
         return found
 
     def _compare(self, told: Any) -> None:
-        loading = {block for load in self._loads.values() for block in load.blocks}
-        if self.on and self._caches:
+        loading = {block for load in self._loads.values() for block in load.all}
+        if self.on and self._layers:
             self._steps += 1
-            self._compare_blocks(self._allowed | loading | {0})  # 0 is vLLM's null block, with what nobody reads
+            self._compare_blocks(self._allowed | loading | {_NULL})
         self._finish_loads(told)
 
     def _compare_blocks(self, allowed: set[int]) -> None:
-        if self._before:
-            changed: set[int] = set()
-            for now, before in zip(self._caches, self._before, strict=True):
-                kept, other = (one.view(_BITS[one.element_size()]) for one in (now, before))
-                if not torch.equal(kept, other):
-                    rows = (kept != other).flatten(1).any(1)
-                    changed.update(rows.nonzero().flatten().tolist())
-            pool = self._scheduler.kv_cache_manager.block_pool
-            for block in sorted(changed - allowed):
-                held = "another request holds" if pool.blocks[block].ref_cnt else "is free"
-                self._fault("foreign", f"block {block}, which {held}, was written to")
-            for now, before in zip(self._caches, self._before, strict=True):
-                for block in changed:
-                    before[block] = now[block]
-        else:
-            self._before = [one.clone() for one in self._caches]
+        if not self._before:
+            self._before = [one.clone() for one in self._layers]
+            return
+        changed: set[int] = set()
+        for now, before in zip(self._layers, self._before, strict=True):
+            if not torch.equal(now, before):
+                changed.update((now != before).flatten(1).any(1).nonzero().flatten().tolist())
+        pool = self._scheduler.kv_cache_manager.block_pool
+        for block in sorted(changed - allowed):
+            held = "another request holds" if pool.blocks[block].ref_cnt else "is free"
+            self._fault("foreign", f"block {block}, which {held}, was written to")
+        for now, before in zip(self._layers, self._before, strict=True):
+            for block in changed:
+                before[block] = now[block]
 
     def _finish_loads(self, told: Any) -> None:
         bad = set(getattr(told, "invalid_block_ids", ()) or ())
         failed = set(getattr(told, "failed_recving", ()) or ())
         came = set(getattr(told, "finished_recving", ()) or ())
         for name in list(self._loads):
-            load = self._loads[name]
-            if load.asynchronous and name not in came | failed and name in self._scheduler.requests:
+            load, request = self._loads[name], self._scheduler.requests.get(name)
+            if load.asynchronous and name not in came | failed and request is not None:
                 continue
             del self._loads[name]
-            if name in failed or name not in self._scheduler.requests or not self.on:
-                continue
-            for block in load.blocks[: load.whole]:
-                if block in bad:
-                    break  # and those behind it are computed
-                if any((cache[block] == POISON).any() for cache in self._caches):
-                    self._fault("unfilled", f"block {block} of {load.blocks} was promised and has old content in it")
+            if name in failed or request is None or request.is_finished() or not self.on:
+                continue  # a load for a request that was aborted need not be done, though it is waited for
+            for group, blocks in zip(self._groups, load.whole, strict=True):
+                if bad & load.all and not bad.intersection(blocks):
+                    continue  # they may be computed again with those of another group
+                for block in blocks:
+                    if block in bad:
+                        break  # and those behind it are computed
+                    if group.is_poisoned(block):
+                        self._fault("unfilled", f"block {block} of {blocks} was promised and has old content in it")
 
     def _fault(self, kind: str, text: str) -> None:
         found = self._faults.setdefault(kind, [])

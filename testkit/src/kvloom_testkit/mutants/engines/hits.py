@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
 
 from kvloom_testkit.mutants import Mutant
-from kvloom_testkit.reference.vllm_connector import DirectoryConnector, Metadata
-from kvloom_testkit.reference.vllm_groups import GroupsConnector
+from kvloom_testkit.reference.vllm.connector import DirectoryConnector, Metadata
+from kvloom_testkit.reference.vllm.groups import GroupsConnector
 
 
 class NeedsAnotherDevice(Mutant, DirectoryConnector):
@@ -80,6 +81,19 @@ class ClaimsOneMore(Mutant, DirectoryConnector):
     def found(self, request: Any, begin: int, end: int) -> int:
         count = super().found(request, begin, end)
         return count + 1 if 0 < count < end - begin else count
+
+
+class KeysOfBlocksAlone(Mutant, DirectoryConnector):
+    """A key covers the tokens of a block and its place, and not those before it."""
+
+    breaks = "E05"
+
+    def name(self, request: Any, block: int) -> str:
+        span = slice(block * self.block_tokens, (block + 1) * self.block_tokens)
+        return hashlib.sha256(repr((block, list(request.all_token_ids[span]))).encode()).hexdigest()
+
+    def found(self, request: Any, begin: int, end: int) -> int:
+        return max([block + 1 - begin for block in range(begin, end) if self.has(self.name(request, block))], default=0)
 
 
 class LoadsInReverse(Mutant, DirectoryConnector):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from kvloom_testkit.mutants import Mutant
-from kvloom_testkit.reference.vllm_connector import DirectoryConnector
+from kvloom_testkit.reference.vllm.connector import DirectoryConnector
 
 
 class ExtendsTheResumed(Mutant, DirectoryConnector):

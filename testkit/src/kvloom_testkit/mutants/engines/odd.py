@@ -8,7 +8,7 @@ import time
 from typing import Any, ClassVar
 
 from kvloom_testkit.mutants import Oddity
-from kvloom_testkit.reference.vllm_connector import DirectoryConnector, Transfer
+from kvloom_testkit.reference.vllm.connector import DirectoryConnector, Transfer
 
 
 class InTheBackground(Oddity, DirectoryConnector):

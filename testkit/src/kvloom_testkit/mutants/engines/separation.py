@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from typing import Any
 
 from kvloom_testkit.mutants import Mutant
-from kvloom_testkit.reference.vllm_connector import DirectoryConnector
+from kvloom_testkit.reference.vllm.connector import DirectoryConnector
 
 
 def _of_tokens(connector: DirectoryConnector, request: Any, block: int, *more: object) -> str:
@@ -76,3 +77,39 @@ class KeysByPosition(Mutant, DirectoryConnector):
     def fill(self, block: int, data: bytearray) -> None:
         size = sum(cache[block].numel() * cache.element_size() for cache in self.caches)
         super().fill(block, data.ljust(size, b"\0"))
+
+
+class OneDraftForAll(Mutant, DirectoryConnector):
+    """Files are drafted under one name, which every process uses."""
+
+    breaks = "E32"
+
+    def write(self, name: str, data: bytes) -> None:
+        draft = self.folder / "draft"
+        draft.write_bytes(hashlib.sha256(data).digest() + data)
+        time.sleep(0.002)
+        draft.replace(self.folder / name)
+
+
+class KeysWithoutRank(Mutant, DirectoryConnector):
+    """Ranks write the same files, and the last one wins."""
+
+    breaks = "E35"
+
+    def fingerprint(self, vllm_config: Any, kv_cache_config: Any) -> str:
+        return _of_model(vllm_config, vllm_config.parallel_config.world_size)
+
+
+class KeysWithoutRanks(Mutant, DirectoryConnector):
+    """One directory for any number of ranks."""
+
+    breaks = "E36"
+
+    def fingerprint(self, vllm_config: Any, kv_cache_config: Any) -> str:
+        return _of_model(vllm_config)
+
+
+def _of_model(vllm_config: Any, *more: object) -> str:
+    model = vllm_config.model_config
+    what = model.model, str(model.dtype), vllm_config.cache_config.block_size, more
+    return hashlib.sha256(repr(what).encode()).hexdigest()

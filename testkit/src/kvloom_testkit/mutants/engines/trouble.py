@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from kvloom_testkit.mutants import Mutant
-from kvloom_testkit.reference.vllm_connector import DirectoryConnector, Transfer
+from kvloom_testkit.reference.vllm.connector import DirectoryConnector, Transfer
+from kvloom_testkit.reference.vllm.groups import GroupsConnector
 
 
 class TellsNobodyOfLosses(Mutant, DirectoryConnector):
@@ -113,3 +114,30 @@ class LoadsForTheAborted(Mutant, DirectoryConnector):
             self.load(load)
         self.gone.difference_update(told)
         return None, told or None
+
+
+class LeavesOutALayerOfAGroup(Mutant, GroupsConnector):
+    """The last layer of a block is not loaded in the groups behind the first."""
+
+    breaks = "E27"
+
+    def load(self, load: Transfer) -> None:
+        for name, block in zip(load.names, load.blocks, strict=True):
+            layer = self.of_group(name)[-1]
+            kept = layer[block].clone()
+            super().load(Transfer(load.request, [name], [block]))
+            if not name.endswith("-0"):
+                layer[block] = kept
+
+
+class WritesElsewhereInAGroup(Mutant, GroupsConnector):
+    """Writes what is loaded in the groups behind the first to a block far from it, too."""
+
+    breaks = "E28"
+
+    def load(self, load: Transfer) -> None:
+        super().load(load)
+        for name, block in zip(load.names, load.blocks, strict=True):
+            layer = self.of_group(name)[0]
+            if not name.endswith("-0"):
+                layer[(block + len(layer) // 2) % len(layer)] = layer[block]

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from kvloom_testkit.engines.bench import Bench, NotApplicableError, expect
+from typing import Any
+
+from kvloom_testkit.engines.base import NotApplicableError, expect
+from kvloom_testkit.engines.bench import Bench
 from kvloom_testkit.engines.process import RefusedError
 from kvloom_testkit.engines.prompts import tokens
 
 WINDOW = 64
 """Tokens of the sliding windows of the kit's model."""
-_LATENT_TYPE = "bfloat16"
-"""vLLM has no float32 for them on a processor."""
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "dense": {}, "latents": {"dtype": "bfloat16"}, "windows": {}, "states": {"mamba_cache_mode": "align"},
+}  # fmt: skip
+"""Arguments of the engine for each kind of model. vLLM has no latents in float32 on a processor."""
+
+
+def of_kind(bench: Bench, kind: str) -> dict[str, Any]:
+    """Arguments of the engine for a kind of model. Raises NotApplicableError if it needs no connector to refuse it."""
+    llm = {"model": bench.model(kind=kind), **_SETTINGS[kind]}
+    try:
+        bench.own(bench.stem(), **llm)
+    except RefusedError as error:
+        raise NotApplicableError(f"without a connector, {error}") from error
+    return llm
 
 
 class Models:
@@ -22,12 +37,9 @@ class Models:
 
         Usually: half of each page taken for V, or the number of heads taken from the model's settings.
         """
-        llm = {"model": bench.model(kind="latents"), "dtype": _LATENT_TYPE}
-        prompt = bench.stem()
-        try:
-            bench.own(prompt, **llm)
-        except RefusedError as error:
-            raise NotApplicableError(f"without a connector, {error}") from error
+        llm, prompt = of_kind(bench, "latents"), bench.stem()
+        if not bench.own(prompt, bench.block, **llm)["cached"]:
+            raise NotApplicableError("vLLM has no prefix cache for latents on this processor to compare with")
         session = bench.session("latents", store="latents", **llm)
         bench.keep(session, [prompt])
         (answer,) = bench.ask(session, [prompt])
@@ -46,12 +58,7 @@ class Models:
 
         Usually: the first group's blocks taken for all layers, or blocks that were given back stored as full ones.
         """
-        llm = {"model": bench.model(kind="windows")}
-        prompt = bench.stem()
-        try:
-            bench.own(prompt, **llm)
-        except RefusedError as error:
-            raise NotApplicableError(f"without a connector, {error}") from error
+        llm, prompt = of_kind(bench, "windows"), bench.stem()
         bounds = (WINDOW, 2 * WINDOW)
         for turn in ("windows", "windows in another process"):
             session = bench.session(turn, store="windows", **llm)
@@ -72,13 +79,8 @@ class Models:
 
         Usually: refused, or a block's state taken from where it was one block earlier or later.
         """
-        llm = {"model": bench.model(kind="states"), "mamba_cache_mode": "align"}
-        size = 2 * bench.chunk
+        llm, size = of_kind(bench, "states"), 2 * bench.chunk
         prompts = [tokens(300 + more, size + more) for more in (-1, 0, 1, bench.block)]
-        try:
-            bench.own(prompts[0], **llm)
-        except RefusedError as error:
-            raise NotApplicableError(f"without a connector, {error}") from error
         for turn in ("states", "states in another process"):
             session = bench.session(turn, store="states", **llm)
             if turn == "states":

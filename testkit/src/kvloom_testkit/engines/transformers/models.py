@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvloom_testkit.engines.models import WINDOW
+from kvloom_testkit.engines.requirements.models import WINDOW
 
 VOCABULARY = 512
 HIDDEN, HEADS, KV_HEADS, HEAD, LAYERS = 128, 4, 2, 32, 3
@@ -16,7 +16,7 @@ HIDDEN, HEADS, KV_HEADS, HEAD, LAYERS = 128, 4, 2, 32, 3
 _RANK = 4
 
 
-def make(folder: Path, *, seed: int, kind: str) -> None:
+def make(folder: str, *, seed: int, kind: str) -> None:
     """Write a random model without a tokenizer into a folder.
 
     Its weights are large, so that its predictions are far from ties and change with every token of the prompt.
@@ -74,11 +74,12 @@ def _states() -> Any:
     return Lfm2ForCausalLM(config)
 
 
-def make_adapter(folder: Path, *, seed: int) -> None:
+def make_adapter(folder: str, *, seed: int) -> None:
     """Write a random LoRA adapter for such a model, on K and V."""
     from safetensors.torch import save_file
 
-    folder.mkdir(parents=True)
+    into = Path(folder)
+    into.mkdir(parents=True)
     torch.manual_seed(seed)
     weights = {}
     for layer in range(LAYERS):
@@ -86,9 +87,9 @@ def make_adapter(folder: Path, *, seed: int) -> None:
             prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
             weights[f"{prefix}.lora_A.weight"] = torch.randn(_RANK, HIDDEN) * 0.3
             weights[f"{prefix}.lora_B.weight"] = torch.randn(KV_HEADS * HEAD, _RANK) * 0.3
-    save_file(weights, folder / "adapter_model.safetensors")
+    save_file(weights, into / "adapter_model.safetensors")
     settings = {
         "peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, "target_modules": ["k_proj", "v_proj"], "bias": "none",
         "base_model_name_or_path": "tiny", "task_type": "CAUSAL_LM",
     }  # fmt: skip
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    (into / "adapter_config.json").write_text(json.dumps(settings))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvloom_testkit.engines.bench import Bench, Prompt, expect
+from kvloom_testkit.engines.base import expect
+from kvloom_testkit.engines.bench import Bench, Prompt
 from kvloom_testkit.engines.prompts import tokens
 
 
@@ -173,7 +174,7 @@ class Hits:
 
 
 def _partial(bench: Bench) -> list[tuple[Prompt, int, Any]]:
-    """Prompts that begin as a stored one, the number of tokens that they have in common with it, and the answers."""
+    """Prompts, the number of tokens that they have in common with the beginning of a stored one, and the answers."""
 
     def work() -> list[tuple[Prompt, int, Any]]:
         session = bench.session()
@@ -186,6 +187,9 @@ def _partial(bench: Bench) -> list[tuple[Prompt, int, Any]]:
                 bench.forget(session)
                 (answer,) = bench.ask(session, [prompt])
                 found.append((prompt, common, answer))
-        return found
+        prompt = tokens(40, bench.chunk) + bench.stem()[bench.chunk :]  # ends as a stored one, and begins as none
+        bench.forget(session)
+        (answer,) = bench.ask(session, [prompt])
+        return [*found, (prompt, 0, answer)]
 
     return bench.once("partial", work)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvloom_testkit.engines.bench import Bench, NotApplicableError, Session, expect
+from kvloom_testkit.engines.base import NotApplicableError, expect
+from kvloom_testkit.engines.bench import Bench, Session
 from kvloom_testkit.engines.prompts import tokens
 
 _GROWTH = 4
@@ -88,6 +89,8 @@ class Lifetime:
         Usually: an index that is cleared and a store that is not, or stores under way that arrive afterwards.
         """
         session = bench.session()
+        if bench.subject.is_tier:
+            raise NotApplicableError("vLLM resets what is in front of it only")
         if not session.engine.call("supports_reset"):
             raise NotApplicableError("it has no reset_cache")
         prompt = bench.stem(4)

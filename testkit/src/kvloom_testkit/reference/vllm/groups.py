@@ -1,6 +1,6 @@
 """The reference connector for models whose KV is in several groups: full attention, sliding windows and states.
 
-It is written from vLLM's documentation and base class, as `vllm_connector` is, and as short.
+It is written from vLLM's documentation and base class, as `connector` is, and as short.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
 
-from kvloom_testkit.reference.vllm_connector import DirectoryConnector, Metadata, Transfer
+from kvloom_testkit.reference.vllm.connector import DirectoryConnector, Metadata, Transfer
 
 _NULL = 0
 """The number of the block that stands for those that vLLM does not keep."""

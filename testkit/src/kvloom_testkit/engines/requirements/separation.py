@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvloom_testkit.engines.bench import Bench, NotApplicableError, Prompt, Session, expect
+from kvloom_testkit.engines.base import NotApplicableError, expect
+from kvloom_testkit.engines.bench import Bench, Prompt, Session
 from kvloom_testkit.engines.process import RefusedError
 from kvloom_testkit.engines.prompts import tokens
 
@@ -117,6 +118,47 @@ class Separation:
             raise NotApplicableError(f"not with blocks of {2 * bench.block}: {error}") from error
         (answer,) = bench.ask(session, [prompt])
         bench.compare(prompt, answer, f"with blocks of {2 * bench.block}, a prompt")
+
+    def test_E32_two_processes_at_once_are_right(self, bench: Bench) -> None:
+        """Two processes that store, load and reset in one store at the same time answer right.
+
+        Why: replicas of a server share a store, and what one writes another reads in the same moment.
+
+        Usually: a draft of a file under a name that both use, or an entry that is there before its bytes are.
+        """
+        if not bench.subject.has_store:
+            raise NotApplicableError("no setting has {tmp}: there is no store to share")
+        session = bench.session("one of two", store="shared")
+        try:
+            other = bench.beside("the other of two", store="shared")
+        except RefusedError as error:
+            raise NotApplicableError(f"not with a second process: {error}") from error
+        both = session, other
+        for turn in range(3 if bench.short else 8):
+            prompts = [tokens(400 + 10 * turn + number, 3 * bench.chunk + 5) for number in range(5)]
+            for order in (prompts, prompts[::-1]):
+                for one, answers in zip(both, _at_once(both, "generate", requests=_requests(order)), strict=True):
+                    for prompt, answer in zip(order, answers, strict=True):
+                        bench.compare(prompt, answer, f"in {one.name} processes, a prompt")
+                _at_once(both, "settle")
+                for one in both:
+                    bench.forget(one)
+            if other.engine.call("supports_reset"):
+                reset = other.engine.begin("reset")
+                answers = session.engine.call("generate", requests=_requests(prompts))
+                reset()
+                for prompt, answer in zip(prompts, answers, strict=True):
+                    bench.compare(prompt, answer, "while another process reset the store, a prompt")
+
+
+def _requests(prompts: list[Prompt]) -> list[dict[str, Any]]:
+    return [{"prompt": prompt} for prompt in prompts]
+
+
+def _at_once(sessions: tuple[Session, Session], name: str, **arguments: Any) -> list[Any]:
+    """The answers of two engines to a call that both execute at the same time."""
+    waiting = [one.engine.begin(name, **arguments) for one in sessions]
+    return [wait() for wait in waiting]
 
 
 def _alone(bench: Bench, session: Session, request: dict[str, Any], **llm: Any) -> int:

@@ -1,0 +1,1 @@
+"""`kvloom check engine transformers`: caches of `model.generate`."""

@@ -1,0 +1,1 @@
+"""Reference connectors of vLLM. Importing the modules needs vLLM."""
