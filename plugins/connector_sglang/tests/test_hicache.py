@@ -21,9 +21,9 @@ import torch
 
 from kvloom import ConfigError, KVSpec
 from kvloom_connector_sglang.testing import pool_of
+from kvloom_testkit import HostPool
 from kvloom_testkit.engines.running import check
 from kvloom_testkit.engines.sglang import wheel
-from kvloom_testkit.engines.sglang.pool import HostPool
 from kvloom_testkit.engines.sglang.requirements import StorageConformance
 from kvloom_testkit.engines.sglang.storages import Storage, StorageBench
 

@@ -21,7 +21,7 @@ from kvloom_connector_sglang.connector import SGLangConnector
 from kvloom_connector_sglang.identity import described
 from kvloom_connector_sglang.page_store import PageStore
 from kvloom_connector_sglang.testing import pool_of
-from kvloom_testkit.engines.sglang.pool import HostPool
+from kvloom_testkit import HostPool
 
 SPEC = KVSpec("m", num_layers=3, num_kv_heads=2, head_size=8, dtype="bfloat16")
 STORAGE = types.SimpleNamespace(

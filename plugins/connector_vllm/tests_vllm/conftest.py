@@ -158,6 +158,11 @@ def of_kind(warm: Warm, tiny: Path, tmp_path: Path) -> Callable[[str], Run]:
     return made
 
 
+def has_amx() -> bool:
+    """Return whether vLLM continues behind latents on this processor: without AMX its kernel does not."""
+    return "amx_tile" in Path("/proc/cpuinfo").read_text()
+
+
 def memory(capacity: str = "64MiB") -> dict[str, Any]:
     return {"type": "memory", "capacity": capacity}
 

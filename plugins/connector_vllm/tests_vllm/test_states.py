@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import BLOCK, Run, faulty, memory, tokens
+from conftest import BLOCK, Run, faulty, has_amx, memory, tokens
 from test_prefixes import same
 from test_windows import AROUND, generate, while_blocks_are_few
 
@@ -35,6 +35,9 @@ def state_blobs(folder: Path) -> dict[int, Path]:
 
 @pytest.mark.parametrize("kind", ["convolutions", "mamba2", "mamba2_alone", "delta_nets", "local", "latents"])
 def test_hits_answer_as_the_engines_own_prefix_cache(of_kind: Callable[[str], Run], kind: str) -> None:
+    if kind == "latents" and not has_amx():
+        assert "latents (MLA) on a processor without AMX" in of_kind(kind)(generate([]), fails=True, **LIMITS[kind])
+        return
     engine, limits = of_kind(kind), LIMITS.get(kind, {})
     prompts = [tokens(number, length) for number, length in enumerate(AROUND, 2)]
     config = {"chunk_tokens": 4 * BLOCK}

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from kvloom_testkit.backends.conformance import BackendConformance
     from kvloom_testkit.connectors.conformance import ConnectorConformance
     from kvloom_testkit.connectors.memories import ConnectorHarness, EngineMemory
+    from kvloom_testkit.engines.sglang.pool import HostPool
     from kvloom_testkit.executors.conformance import ExecutorConformance
     from kvloom_testkit.observers.conformance import ObserverConformance
     from kvloom_testkit.retrievers.conformance import RetrieverConformance
@@ -23,6 +24,7 @@ _HOME = {
     "ConnectorHarness": "kvloom_testkit.connectors.memories",
     "EngineMemory": "kvloom_testkit.connectors.memories",
     "ExecutorConformance": "kvloom_testkit.executors.conformance",
+    "HostPool": "kvloom_testkit.engines.sglang.pool",
     "ObserverConformance": "kvloom_testkit.observers.conformance",
     "RetrieverConformance": "kvloom_testkit.retrievers.conformance",
     "SPEC": "kvloom_testkit.subjects",
@@ -37,6 +39,7 @@ __all__ = [
     "ConnectorHarness",
     "EngineMemory",
     "ExecutorConformance",
+    "HostPool",
     "ObserverConformance",
     "RetrieverConformance",
     "SerializerConformance",

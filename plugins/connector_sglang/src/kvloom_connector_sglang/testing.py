@@ -8,18 +8,19 @@ from typing import Any
 import torch
 
 from kvloom import GPUConnector, KVSpec
-from kvloom_testkit import SPEC, ConnectorHarness, EngineMemory
-from kvloom_testkit.engines.sglang.pool import PAGE_TOKENS, HostPool
+from kvloom_testkit import SPEC, ConnectorHarness, EngineMemory, HostPool
 
 from .connector import SGLangConnector
 from .settings import Geometry, SGLangConfig
+
+PAGE_TOKENS = 4
 
 
 def pool_of(spec: KVSpec, pages: int, *, kind: type[HostPool] = HostPool, **settings: Any) -> HostPool:
     """A host pool for a model."""
     return kind(
         layers=spec.num_layers, heads=spec.num_kv_heads, head_size=spec.head_size, dtype=spec.torch_dtype, pages=pages,
-        **settings,
+        **{"page_size": PAGE_TOKENS, **settings},
     )  # fmt: skip
 
 

@@ -29,6 +29,8 @@ _LOCAL = "ChunkedLocalAttentionSpec"
 _STATE = "MambaSpec"
 _CONTENT = ("head_size_v", "num_head_slots", "state_content_bytes", "tokens_per_state")
 """Attributes of a layer's specification that attention backends may change."""
+_SLOTS = "num_head_slots"
+"""The one of these that depends on the number of ranks."""
 _DRAFTS = {"ngram", "ngram_gpu", "suffix", "draft_model"}
 """Methods of speculation whose drafts have no KV, or KV that depends on the tokens before it alone."""
 _STATES = ("mamba_type", "shapes", "dtypes", "num_heads", "block_size")
@@ -164,7 +166,7 @@ def identify_groups(
                 "window": str(getattr(layer, "sliding_window", None)),
                 **({"span": span} if span else {}),
                 **({"state": str([getattr(layer, name, None) for name in _STATES])} if state else {}),
-                "content": str([getattr(layer, name, None) for name in _CONTENT]),
+                "content": str([getattr(layer, name, None) for name in _CONTENT if not shards or name != _SLOTS]),
                 **({"layout": str(layout), **about(layer)} if pages else {}),
                 **({"computed_with": "any number of ranks"} if shards else {}),
             },

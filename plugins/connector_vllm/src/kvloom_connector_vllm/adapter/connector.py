@@ -81,6 +81,7 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         _talk()
         platform.check_version()
+        platform.check_prefixes(vllm_config)
         transfer = self._kv_transfer_config
         parallel = vllm_config.parallel_config
         self._heads, self._stages = int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size)

@@ -70,6 +70,7 @@ class KVLoomOffloadingSpec(OffloadingSpec):
         self._vllm_config = get_current_vllm_config_or_none()  # the workers have it
         if self._vllm_config is not None:
             refuse(self._vllm_config, config)
+            platform.check_prefixes(self._vllm_config)
         self._manager: KVLoomManager | None = None
         self._worker: KVLoomWorker | None = None
 

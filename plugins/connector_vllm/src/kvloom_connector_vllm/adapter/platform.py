@@ -64,6 +64,17 @@ def place() -> tuple[int, int]:
     return int(get_pp_group().rank_in_group), int(get_tensor_model_parallel_rank())
 
 
+def check_prefixes(config: Any) -> None:
+    """Raise ValueError where vLLM's kernels do not attend to what an earlier step has computed: a hit would be answered
+    wrong, and vLLM turns its own prefix cache off, too."""
+    off = not (config.scheduler_config.enable_chunked_prefill or config.cache_config.enable_prefix_caching)
+    if off and current_platform.is_cpu() and config.model_config.use_mla:
+        raise ValueError(
+            "latents (MLA) on a processor without AMX: vLLM's kernel does not attend to tokens of an earlier step, so "
+            "that vLLM has no prefix cache of its own; remove --kv-transfer-config"
+        )
+
+
 def written_first(config: Any, kv_cache_config: Any) -> bool:
     """Return whether vLLM writes to the blocks that a step gives away before it tells the worker's half of the step.
 

@@ -38,8 +38,8 @@ class Models:
         Usually: half of each page taken for V, or the number of heads taken from the model's settings.
         """
         llm, prompt = of_kind(bench, "latents"), bench.stem()
-        if not bench.own(prompt, bench.block, **llm)["cached"]:
-            raise NotApplicableError("vLLM has no prefix cache for latents on this processor to compare with")
+        if not bench.own(prompt, bench.block, **llm)["cached"]:  # its kernels do not attend to KV of an earlier step
+            raise NotApplicableError("vLLM has no prefix cache of its own for latents on this processor")
         session = bench.session("latents", store="latents", **llm)
         bench.keep(session, [prompt])
         (answer,) = bench.ask(session, [prompt])
