@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,19 +13,24 @@ import torch
 from halves_support import LAYERS, MEMORY, NOBODY, PROMPT, Pretended, disk, one_chunks
 from vllm_fakes import BLOCK, FakeRequest, kv_cache_config, layer_spec, vllm_config
 
-from kvloom import ConfigError, MemoryFormat
+from kvloom import BackendError, ConfigError, MemoryFormat
 from kvloom_connector_vllm.configured import Settings
 from kvloom_connector_vllm.identity import Identity, identify_groups
 from kvloom_connector_vllm.names import Names
 from kvloom_connector_vllm.paged.views import orders_of_parts
+from kvloom_connector_vllm.plan import Scheduled
+from kvloom_connector_vllm.worker import Worker
 
 HEADS, SIZE = 4, 8
 
 
-def identity(model: Path, ranks: int, shards: int, rank: int = 0, **spec: Any) -> Identity:
+def identity(
+    model: Path, ranks: int, shards: int, rank: int = 0, *, speculative: Any = None, **spec: Any
+) -> Identity:
     here = max(1, HEADS // ranks)
     layer = layer_spec(num_kv_heads=here, page_size_bytes=2 * BLOCK * here * SIZE * 4, **spec)
     config = vllm_config(str(model), kv_heads=HEADS, tensor_parallel_size=ranks)
+    config.speculative_config = speculative
     known = kv_cache_config(LAYERS, spec=layer)
     (one,) = identify_groups(config, known, rank=rank, about=lambda layer: {}, pages=False, shards=shards)
     return one
@@ -146,6 +152,34 @@ def test_routers_are_told_once_of_a_chunk_of_several_parts(sharded: Callable[...
     one = sharded(1, tiers=[MEMORY])
     one.serve(FakeRequest("a", PROMPT[:]), range(8))
     assert [each.what for each in one.scheduler.announcements() if each.medium == "CPU"] == ["stored"] * 3
+
+
+def test_closing_writes_what_every_part_saved_whichever_engine_is_first(
+    sharded: Callable[..., Sharded], tmp_path: Path
+) -> None:
+    one, request = sharded(1), FakeRequest("a", PROMPT[:])
+    (worker,) = one.workers = [Worker([one.parts[0][::-1]], rank=0)]
+    worker.attach(one.memory[0], orders=one.orders[::-1])
+    one.scheduler.begin(request, NOBODY)
+    one.step([Scheduled("a", [range(8)], True, 0, 27)], lambda: one.compute(request, range(8), 0, 27))
+    worker.close()
+    assert len(blobs(tmp_path)) == 3 * HEADS
+    for part in one.parts[0]:
+        with pytest.raises(BackendError, match="closed"):
+            part.engine.sibling(part.engine.spec)
+
+
+def test_a_draft_model_whose_heads_are_copied_otherwise_is_refused(tmp_path: Path) -> None:
+    def draft(heads: int) -> Any:
+        other = vllm_config(str(tmp_path), kv_heads=heads).model_config
+        return SimpleNamespace(method="draft_model", draft_model_config=other)
+
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    assert identity(tmp_path, 8, 4, rank=1, speculative=draft(HEADS)).spec.rank == 0
+    assert identity(tmp_path, 4, 4, rank=1, speculative=draft(2 * HEADS)).spec.rank == 1
+    with pytest.raises(ValueError, match=r"connector\.shards: .*draft"):
+        identity(tmp_path, 8, 4, rank=1, speculative=draft(2 * HEADS))
+    identity(tmp_path, 8, 0, rank=1, speculative=draft(2 * HEADS))
 
 
 def test_parts_of_another_number_or_of_ranks_have_other_names(tmp_path: Path) -> None:
