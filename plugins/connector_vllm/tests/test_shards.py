@@ -13,12 +13,16 @@ import torch
 from halves_support import LAYERS, MEMORY, NOBODY, PROMPT, Pretended, disk, one_chunks
 from vllm_fakes import BLOCK, FakeRequest, kv_cache_config, layer_spec, vllm_config
 
-from kvloom import BackendError, ConfigError, MemoryFormat
+from kvloom import BackendError, ConfigError, KVSpec, MemoryFormat
+from kvloom_connector_vllm.announcing import Announcer
 from kvloom_connector_vllm.configured import Settings
 from kvloom_connector_vllm.identity import Identity, identify_groups
 from kvloom_connector_vllm.names import Names
+from kvloom_connector_vllm.paged.settings import Geometry
 from kvloom_connector_vllm.paged.views import orders_of_parts
-from kvloom_connector_vllm.plan import Scheduled
+from kvloom_connector_vllm.plan import Chunks, Group, Scheduled
+from kvloom_connector_vllm.planner import Planner
+from kvloom_connector_vllm.scheduler import Report, Scheduler
 from kvloom_connector_vllm.worker import Worker
 
 HEADS, SIZE = 4, 8
@@ -152,6 +156,28 @@ def test_routers_are_told_once_of_a_chunk_of_several_parts(sharded: Callable[...
     one = sharded(1, tiers=[MEMORY])
     one.serve(FakeRequest("a", PROMPT[:]), range(8))
     assert [each.what for each in one.scheduler.announcements() if each.medium == "CPU"] == ["stored"] * 3
+
+
+def test_routers_are_told_of_the_first_groups_chunks_by_the_first_rank_that_has_its_layers() -> None:
+    def named(rank: int, layers: int) -> Names:
+        spec = KVSpec("m", layers, 1, 1, "float32", world_size=2, rank=rank)
+        geometry = Geometry(layers=layers, block_tokens=BLOCK, page_elements=1)
+        return Names(spec, geometry, MemoryFormat.KV_PAGES, chunk_tokens=BLOCK)
+
+    full, window, request = named(1, 1), [named(rank, 2) for rank in range(2)], FakeRequest("a", PROMPT[:BLOCK])
+    chunks = Chunks(NOBODY, 0, tuple(request.block_hashes))
+    keys = [names.segments(chunks)[0].key for names in (full, *window)]
+    for ranks, came in (
+        ([[[full], [window[1]]]], {0: [keys[0], keys[2]]}),
+        ([[[], [window[0]]], [[full], [window[1]]]], {0: [keys[1]], 1: [keys[0], keys[2]]}),
+    ):
+        announcer = Announcer(chunk_tokens=BLOCK, hash_tokens=BLOCK)
+        announcer.learn(request, chunks)
+        groups = [Group(BLOCK, BLOCK), Group(BLOCK, BLOCK, window=8)]
+        scheduler = Scheduler(Planner(groups, hash_tokens=BLOCK, save_generated=True), ranks, None, announcer)
+        scheduler.report(Report(came=came, loaded={"another"}))
+        scheduler.report(Report(left={rank: some[-1:] for rank, some in came.items()}))
+        assert [each.what for each in scheduler.announcements()] == ["stored"]
 
 
 def test_closing_writes_what_every_part_saved_whichever_engine_is_first(
