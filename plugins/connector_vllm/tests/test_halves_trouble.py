@@ -204,12 +204,13 @@ def test_a_reset_ends_saves_that_have_not_begun(pretended: Any, monkeypatch: pyt
     assert len(saved) == 1, "that of the second"
 
 
-def test_saves_can_be_ended_before_the_engine_sleeps(pretended: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("end", ["end_saves", "end_transfers"])
+def test_saves_can_be_ended_before_the_engine_sleeps(pretended: Any, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     monkeypatch.setattr("kvloom_connector_vllm.worker.LATER_SECONDS", 20.0)
     one, request = pretended(tiers=[MEMORY]), FakeRequest("a", PROMPT[:])
     one.scheduler.begin(request, NOBODY)
     one.step([Scheduled("a", [range(8)], True, 0, 27)], lambda: one.compute(request, range(8), 0, 27))
-    one.workers[0].end_saves()
+    getattr(one.workers[0], end)()
     one.settle()
     assert one.matched(FakeRequest("b", PROMPT[:])) == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,9 +29,7 @@ from kvloom_connector_vllm.worker import Worker
 HEADS, SIZE = 4, 8
 
 
-def identity(
-    model: Path, ranks: int, shards: int, rank: int = 0, *, speculative: Any = None, **spec: Any
-) -> Identity:
+def identity(model: Path, ranks: int, shards: int, rank: int = 0, *, speculative: Any = None, **spec: Any) -> Identity:
     here = max(1, HEADS // ranks)
     layer = layer_spec(num_kv_heads=here, page_size_bytes=2 * BLOCK * here * SIZE * 4, **spec)
     config = vllm_config(str(model), kv_heads=HEADS, tensor_parallel_size=ranks)
@@ -150,6 +149,31 @@ def test_a_part_that_does_not_come_is_computed(
     one = sharded(ranks)
     assert one.serve(FakeRequest("b", PROMPT[:]), range(8)) == 8
     assert one.serve(FakeRequest("c", PROMPT[:]), range(8, 16)) == 24, "and kept again"
+
+
+@pytest.mark.parametrize("verb", ["load", "save"])
+def test_nothing_is_over_before_its_last_part(
+    sharded: Callable[..., Sharded], monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    sharded(2).serve(FakeRequest("a", PROMPT[:]), range(8))
+    one, go_on, request = sharded(1), threading.Event(), FakeRequest("b", PROMPT[:])
+    (worker,), last = one.workers, one.parts[0][-1].engine
+    work = getattr(last, verb)
+    monkeypatch.setattr(last, verb, lambda *args, **where: (go_on.wait(20), work(*args, **where))[1])
+    if verb == "load":
+        one.scheduler.load(request, [range(8)], one.matched(request))
+        one.step()
+        first = worker._loads["b"][0]
+    else:
+        one.scheduler.begin(request, NOBODY)
+        one.step([Scheduled("b", [range(8)], True, 0, 27)], lambda: one.compute(request, range(8), 0, 27))
+        first = next(iter(worker._saves.values()))[0]
+    one.step_until(first.over.is_set)
+    assert one.step() == set() and (worker._loads or one.scheduler.busy)
+    go_on.set()
+    assert verb == "save" or one.step_until_over() == {"b"}
+    one.settle()
+    assert one.right(request, range(8), 24)
 
 
 def test_routers_are_told_once_of_a_chunk_of_several_parts(sharded: Callable[..., Sharded]) -> None:

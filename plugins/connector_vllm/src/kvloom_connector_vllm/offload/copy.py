@@ -111,8 +111,8 @@ class Copier:
             self._unpin()
 
     def expect(self, order: Order) -> None:
-        """Note a copy that is to come, in the order of the scheduler: a slot is stamped once all of its copies are over,
-        whichever ends last. Without it, each stamps for itself."""
+        """Note a copy that is to come, in the order of the scheduler. A slot is stamped once all of its copies are over,
+        whichever ends last; one that was not noted stamps for itself."""
         with self._lock:
             for slot in order.slots:
                 self._expected[slot] = (self._expected.get(slot, (0, 0))[0] + 1, order.ticket)
