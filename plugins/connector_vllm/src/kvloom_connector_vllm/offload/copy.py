@@ -111,7 +111,7 @@ class Copier:
             self._unpin()
 
     def expect(self, order: Order) -> None:
-        """Note a copy that is to come, in the order of the scheduler. A slot is stamped once all of its copies are over,
+        """Note a copy that is to come, in the order of the scheduler. A slot is stamped once all its copies are over,
         whichever ends last; one that was not noted stamps for itself."""
         with self._lock:
             for slot in order.slots:
