@@ -204,18 +204,20 @@ def test_a_reset_ends_saves_that_have_not_begun(pretended: Any, monkeypatch: pyt
     assert len(saved) == 1, "that of the second"
 
 
-def test_saves_can_be_ended_before_the_engine_sleeps(pretended: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("end", ["end_saves", "end_transfers"])
+def test_saves_can_be_ended_before_the_engine_sleeps(pretended: Any, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     monkeypatch.setattr("kvloom_connector_vllm.worker.LATER_SECONDS", 20.0)
     one, request = pretended(tiers=[MEMORY]), FakeRequest("a", PROMPT[:])
     one.scheduler.begin(request, NOBODY)
     one.step([Scheduled("a", [range(8)], True, 0, 27)], lambda: one.compute(request, range(8), 0, 27))
-    one.workers[0].end_saves()
+    getattr(one.workers[0], end)()
     one.settle()
     assert one.matched(FakeRequest("b", PROMPT[:])) == 0
 
 
-def test_a_load_that_is_cut_off_by_sleep_has_failed(
-    pretended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("over", [False, True])
+def test_a_load_that_is_cut_off_by_sleep_has_failed_unless_its_request_is_over(
+    pretended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: bool
 ) -> None:
     pretended(tiers=[disk(tmp_path)]).serve(FakeRequest("a", PROMPT[:]), range(8))
     one, began, go_on = pretended(tiers=[disk(tmp_path)]), threading.Event(), threading.Event()
@@ -231,10 +233,13 @@ def test_a_load_that_is_cut_off_by_sleep_has_failed(
     one.scheduler.load(request, [range(8)], one.matched(request))
     one.step()
     assert began.wait(20)
+    if over:
+        one.scheduler.end("b")
+        assert one.step() == set()
     one.workers[0].end_transfers()
     go_on.set()
     assert one.step_until_over() == {"b"}
-    assert one.failed == set(range(6)) and not any(view.any() for view in one.memory[0])
+    assert one.failed == (set() if over else set(range(6))) and not any(view.any() for view in one.memory[0])
 
 
 def test_the_last_step_is_kept_when_no_other_follows(

@@ -313,6 +313,28 @@ def test_a_slot_that_a_worker_still_copies_into_is_nobodys_after_a_reset(make: M
     one.get(KEYS[2:4])
 
 
+@pytest.mark.parametrize("expedited_first", [True, False])
+def test_a_slot_of_two_loads_beside_each_other_is_nobodys_until_both_are_over(
+    make: Make, expedited_first: bool
+) -> None:
+    one = make(slots=1)
+    one.put(KEYS[:1])
+    one.settled()
+    assert one.look(KEYS[:1]) == [Found.HIT]
+    loads = []
+    for _ in range(2):
+        loads.append(one.store.prepare_load(KEYS[:1]))
+        for copier in one.copiers:
+            copier.expect(loads[-1])
+    one.store.reset()
+    one.settled()
+    one.copy("load", loads[expedited_first], [5])
+    assert one.store.prepare_store(KEYS[1:2]) is None, "the other load still reads it"
+    one.copy("load", loads[not expedited_first], [6])
+    assert one.put(KEYS[1:2]) == KEYS[1:2]
+    assert one.look(KEYS[1:2]) == [Found.HIT], "and it is not lost for ever"
+
+
 def test_a_reset_leaves_nothing(make: Make, tmp_path: Path) -> None:
     one = make()
     one.put(KEYS[:3])

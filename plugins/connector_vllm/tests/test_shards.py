@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,19 +14,26 @@ import torch
 from halves_support import LAYERS, MEMORY, NOBODY, PROMPT, Pretended, disk, one_chunks
 from vllm_fakes import BLOCK, FakeRequest, kv_cache_config, layer_spec, vllm_config
 
-from kvloom import ConfigError, MemoryFormat
+from kvloom import BackendError, ConfigError, KVSpec, MemoryFormat
+from kvloom_connector_vllm.announcing import Announcer
 from kvloom_connector_vllm.configured import Settings
 from kvloom_connector_vllm.identity import Identity, identify_groups
 from kvloom_connector_vllm.names import Names
+from kvloom_connector_vllm.paged.settings import Geometry
 from kvloom_connector_vllm.paged.views import orders_of_parts
+from kvloom_connector_vllm.plan import Chunks, Group, Scheduled
+from kvloom_connector_vllm.planner import Planner
+from kvloom_connector_vllm.scheduler import Report, Scheduler
+from kvloom_connector_vllm.worker import Worker
 
 HEADS, SIZE = 4, 8
 
 
-def identity(model: Path, ranks: int, shards: int, rank: int = 0, **spec: Any) -> Identity:
+def identity(model: Path, ranks: int, shards: int, rank: int = 0, *, speculative: Any = None, **spec: Any) -> Identity:
     here = max(1, HEADS // ranks)
     layer = layer_spec(num_kv_heads=here, page_size_bytes=2 * BLOCK * here * SIZE * 4, **spec)
     config = vllm_config(str(model), kv_heads=HEADS, tensor_parallel_size=ranks)
+    config.speculative_config = speculative
     known = kv_cache_config(LAYERS, spec=layer)
     (one,) = identify_groups(config, known, rank=rank, about=lambda layer: {}, pages=False, shards=shards)
     return one
@@ -142,10 +151,85 @@ def test_a_part_that_does_not_come_is_computed(
     assert one.serve(FakeRequest("c", PROMPT[:]), range(8, 16)) == 24, "and kept again"
 
 
+@pytest.mark.parametrize("verb", ["load", "save"])
+def test_nothing_is_over_before_its_last_part(
+    sharded: Callable[..., Sharded], monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    sharded(2).serve(FakeRequest("a", PROMPT[:]), range(8))
+    one, go_on, request = sharded(1), threading.Event(), FakeRequest("b", PROMPT[:])
+    (worker,), last = one.workers, one.parts[0][-1].engine
+    work = getattr(last, verb)
+    monkeypatch.setattr(last, verb, lambda *args, **where: (go_on.wait(20), work(*args, **where))[1])
+    if verb == "load":
+        one.scheduler.load(request, [range(8)], one.matched(request))
+        one.step()
+        first = worker._loads["b"][0]
+    else:
+        one.scheduler.begin(request, NOBODY)
+        one.step([Scheduled("b", [range(8)], True, 0, 27)], lambda: one.compute(request, range(8), 0, 27))
+        first = next(iter(worker._saves.values()))[0]
+    one.step_until(first.over.is_set)
+    assert one.step() == set() and (worker._loads or one.scheduler.busy)
+    go_on.set()
+    assert verb == "save" or one.step_until_over() == {"b"}
+    one.settle()
+    assert one.right(request, range(8), 24)
+
+
 def test_routers_are_told_once_of_a_chunk_of_several_parts(sharded: Callable[..., Sharded]) -> None:
     one = sharded(1, tiers=[MEMORY])
     one.serve(FakeRequest("a", PROMPT[:]), range(8))
     assert [each.what for each in one.scheduler.announcements() if each.medium == "CPU"] == ["stored"] * 3
+
+
+def test_routers_are_told_of_the_first_groups_chunks_by_the_first_rank_that_has_its_layers() -> None:
+    def named(rank: int, layers: int) -> Names:
+        spec = KVSpec("m", layers, 1, 1, "float32", world_size=2, rank=rank)
+        geometry = Geometry(layers=layers, block_tokens=BLOCK, page_elements=1)
+        return Names(spec, geometry, MemoryFormat.KV_PAGES, chunk_tokens=BLOCK)
+
+    full, window, request = named(1, 1), [named(rank, 2) for rank in range(2)], FakeRequest("a", PROMPT[:BLOCK])
+    chunks = Chunks(NOBODY, 0, tuple(request.block_hashes))
+    keys = [names.segments(chunks)[0].key for names in (full, *window)]
+    for ranks, came in (
+        ([[[full], [window[1]]]], {0: [keys[0], keys[2]]}),
+        ([[[], [window[0]]], [[full], [window[1]]]], {0: [keys[1]], 1: [keys[0], keys[2]]}),
+    ):
+        announcer = Announcer(chunk_tokens=BLOCK, hash_tokens=BLOCK)
+        announcer.learn(request, chunks)
+        groups = [Group(BLOCK, BLOCK), Group(BLOCK, BLOCK, window=8)]
+        scheduler = Scheduler(Planner(groups, hash_tokens=BLOCK, save_generated=True), ranks, None, announcer)
+        scheduler.report(Report(came=came, loaded={"another"}))
+        scheduler.report(Report(left={rank: some[-1:] for rank, some in came.items()}))
+        assert [each.what for each in scheduler.announcements()] == ["stored"]
+
+
+def test_closing_writes_what_every_part_saved_whichever_engine_is_first(
+    sharded: Callable[..., Sharded], tmp_path: Path
+) -> None:
+    one, request = sharded(1), FakeRequest("a", PROMPT[:])
+    (worker,) = one.workers = [Worker([one.parts[0][::-1]], rank=0)]
+    worker.attach(one.memory[0], orders=one.orders[::-1])
+    one.scheduler.begin(request, NOBODY)
+    one.step([Scheduled("a", [range(8)], True, 0, 27)], lambda: one.compute(request, range(8), 0, 27))
+    worker.close()
+    assert len(blobs(tmp_path)) == 3 * HEADS
+    for part in one.parts[0]:
+        with pytest.raises(BackendError, match="closed"):
+            part.engine.sibling(part.engine.spec)
+
+
+def test_a_draft_model_whose_heads_are_copied_otherwise_is_refused(tmp_path: Path) -> None:
+    def draft(heads: int) -> Any:
+        other = vllm_config(str(tmp_path), kv_heads=heads).model_config
+        return SimpleNamespace(method="draft_model", draft_model_config=other)
+
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    assert identity(tmp_path, 8, 4, rank=1, speculative=draft(HEADS)).spec.rank == 0
+    assert identity(tmp_path, 4, 4, rank=1, speculative=draft(2 * HEADS)).spec.rank == 1
+    with pytest.raises(ValueError, match=r"connector\.shards: .*draft"):
+        identity(tmp_path, 8, 4, rank=1, speculative=draft(2 * HEADS))
+    identity(tmp_path, 8, 0, rank=1, speculative=draft(2 * HEADS))
 
 
 def test_parts_of_another_number_or_of_ranks_have_other_names(tmp_path: Path) -> None:

@@ -119,9 +119,8 @@ def identify_groups(
         )
     model = config.model_config
     revision, quantised = revision_of(model, config), str(config.cache_config.cache_dtype)
-    speculative = getattr(config, "speculative_config", None)
-    if getattr(speculative, "method", None) == "draft_model":  # its layers have KV, too
-        draft = speculative.draft_model_config
+    draft = _draft_model(config)
+    if draft is not None:
         revision += f", draft of {name_of(draft)}: {revision_of(draft, config)}"
     blocks = [int(layer.block_size) for layer in layers]
     hash_tokens = int(getattr(kv_cache_config, "hash_block_size", None) or gcd(*blocks))
@@ -177,6 +176,12 @@ def identify_groups(
     return tuple(sorted(found, key=lambda one: bool(one.window or one.span or one.state)))
 
 
+def _draft_model(config: Any) -> Any:
+    """The configuration of a draft model, whose layers have KV, too; None without one."""
+    speculative = getattr(config, "speculative_config", None)
+    return speculative.draft_model_config if getattr(speculative, "method", None) == "draft_model" else None
+
+
 class _Heads(NamedTuple):
     """The division of a layer's heads."""
 
@@ -193,6 +198,12 @@ class _Heads(NamedTuple):
         ranks, here = int(config.parallel_config.tensor_parallel_size), int(layer.num_kv_heads)
         most = getattr(layer, "max_tp_shards", None) or int(config.model_config.get_total_num_kv_heads())
         copies = max(1, ranks // most)
+        draft = _draft_model(config)
+        if draft is not None and (others := max(1, ranks // int(draft.get_total_num_kv_heads()))) != copies:
+            raise ValueError(
+                f"connector.shards: {copies} of {ranks} ranks hold the same heads of the model, and {others} those of "
+                "its draft model; remove it"
+            )
         heads, apart = here * ranks // copies, ranks // copies
         if heads % shards or shards % apart:
             fit = [number for number in range(apart, heads + 1, apart) if not heads % number]

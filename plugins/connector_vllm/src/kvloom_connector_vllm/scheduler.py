@@ -330,9 +330,13 @@ class Scheduler:
                 announcer.stored(chunks, "STORAGE")
 
     def _announced(self, changes: Mapping[int, Sequence[ChunkKey]]) -> Sequence[ChunkKey]:
-        """The first rank's, which stand for all; of its parts, those of the first. changes: by rank."""
-        parts, keys = self._ranks[0][0], changes.get(0, ())
-        return keys if len(parts) < 2 else [key for key in keys if parts[0].made(key)]
+        """The first group's, of the first rank that has its layers, which stands for all; of its parts, the first's.
+
+        changes: by rank.
+        """
+        rank, its = next((rank, its) for rank, its in enumerate(self._ranks) if its[0])
+        keys = changes.get(rank, ())
+        return keys if sum(map(len, its)) == 1 else [key for key in keys if its[0][0].made(key)]
 
     def _located(self, chunks: Sequence[Chunks], hashes: Sequence[bytes]) -> Told:
         """The answer of the tiers about these chunks, and about the pieces of the first that cannot be loaded.

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import astuple, dataclass, field
 from functools import partial
 from threading import Event, Lock
@@ -310,7 +311,9 @@ class Worker:
         self._end_step()
         self._end_loads()
         self._calls.shutdown()
-        self._engine.close()
+        with ExitStack() as closed:  # one closes the tiers, and which one depends on the sizes of the groups
+            for part in (part for some in self._parts for part in some):
+                closed.callback(part.engine.close)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -351,7 +354,7 @@ class Worker:
 
     def _end_loads(self) -> None:
         for load in (load for loads in self._loads.values() for load in loads if not load.over.is_set()):
-            load.cut_off = True
+            load.cut_off |= not load.cancelled  # else nobody needs it
             load.cancel()
 
     def _end_step(self) -> None:

@@ -224,6 +224,7 @@ class KVLoomWorker(OffloadingWorker):
     ) -> bool:  # fmt: skip
         assert isinstance(places, Places)
         whole = Blocks(blocks.block_ids.tolist(), blocks.group_sizes, blocks.block_indices)
+        self._copier.expect(places.order)
         self._jobs[job] = thread.submit(_timed, copy, places.order, whole, mark(self._device))
         return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,9 @@ class Copier:
     ) -> None:
         self._staging, self._groups = staging, groups
         self._chunk_blocks, self._rank = chunk_blocks, rank
+        self._lock = threading.Lock()
+        self._expected: dict[int, tuple[int, int]] = {}
+        """By slot: how many copies are to come, and the ticket of the last."""
         self._block_bytes = [sum(page.shape[1] for page in pages) for pages in groups]
         self._layers = [_Layers.of(pages) for pages in groups]
         device = next((page.device for pages in groups for page in pages), torch.device("cpu"))
@@ -105,6 +109,13 @@ class Copier:
             self._buffers.close()
         if self._unpin is not None:
             self._unpin()
+
+    def expect(self, order: Order) -> None:
+        """Note a copy that is to come, in the order of the scheduler. A slot is stamped once all its copies are over,
+        whichever ends last; one that was not noted stamps for itself."""
+        with self._lock:
+            for slot in order.slots:
+                self._expected[slot] = (self._expected.get(slot, (0, 0))[0] + 1, order.ticket)
 
     @torch.inference_mode()
     def store(self, order: Order, blocks: Blocks, ready: StreamEvent | None = None) -> int:
@@ -214,4 +225,11 @@ class Copier:
             at += width
 
     def _stamp(self, slots: list[int], ticket: int) -> None:
-        self._staging.stamps[slots] = ticket
+        """ticket: negative for slots that failed."""
+        with self._lock:
+            for slot in slots:
+                left, last = self._expected.pop(slot, (1, 0))
+                if left > 1:
+                    self._expected[slot] = (left - 1, last)
+                else:
+                    self._staging.stamps[slot] = ticket if abs(ticket) >= last else last
