@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner, Result
 
 from kvloom import KVLoomError
 from kvloom_eval import running, statistics
 from kvloom_eval.command import evaluate
+from kvloom_serde_cachegen import Profile
 
 
 def call(*words: object) -> Result:
@@ -90,6 +94,44 @@ def test_an_interrupted_run_goes_on(folder: Path, tmp_path: Path, monkeypatch: p
     assert calls == 5, "two items were not measured again"
     whole, parts = ((tmp_path / each / "rows.jsonl").read_text() for each in ("whole", "parts"))
     assert sorted(whole.splitlines()) == sorted(parts.splitlines())
+
+
+@pytest.mark.usefixtures("able")
+def test_rows_with_another_profile_are_not_taken(folder: Path, tmp_path: Path) -> None:
+    words = ("--tasks", "key-value,text", "--codec", "int8,default+profile", "--quick")
+    assert small(folder, tmp_path, *words).exit_code == 0
+    rows = (tmp_path / "rows.jsonl").read_bytes()
+    assert small(folder, tmp_path, *words).exit_code == 0 and (tmp_path / "rows.jsonl").read_bytes() == rows
+    made = Profile.load(tmp_path / "quick.kvprofile")
+    replace(made, weights=made.weights.flip(1)).save(tmp_path / "another")
+    found = small(folder, tmp_path, *words, "--profile", tmp_path / "another")
+    assert isinstance(found.exception, KVLoomError)
+    assert "rows of default+profile with another profile" in str(found.exception)
+    assert small(folder, tmp_path, *words[:3], "int8", "--profile", tmp_path / "another").exit_code == 0
+    assert (tmp_path / "rows.jsonl").read_bytes() == rows
+    longer: dict[str, Any] = {
+        "layers": made.layers + 1,
+        "weights": torch.ones(made.planes, made.layers + 1, made.hidden),
+    }
+    replace(made, transform=None, **longer).save(tmp_path / "another")
+    for file, why in (("another", "whose KV has"), ("missing", "cannot be read"), ("results.md", "not a profile")):
+        found = small(folder, tmp_path, *words, "--profile", tmp_path / file)
+        assert isinstance(found.exception, KVLoomError) and why in str(found.exception)
+
+
+@pytest.mark.usefixtures("able")
+def test_a_blended_item_that_was_cut_off_is_made_whole(folder: Path, tmp_path: Path) -> None:
+    words = ("--tasks", "multi-needle", "--codec", "none", "--blend", "none,none", "--context", 600)
+    assert small(folder, tmp_path, *words).exit_code == 0
+    made = json.loads((tmp_path / "results.json").read_text())
+    assert [each["name"] for each in made["blending"]["scores"]] == ["full prefill", "none", "no context, blend"]
+    assert [each["name"] for each in made["blending"]["tasks"]] == ["multi-needle/600"]
+    lines = (tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)
+    for left in (1, 2):
+        (tmp_path / "rows.jsonl").write_text("".join(lines[: left - 3]))
+        assert small(folder, tmp_path, *words).exit_code == 0
+        again = json.loads((tmp_path / "results.json").read_text())["blending"]
+        assert [each["items"] for each in again["tasks"]] == [2]
 
 
 def test_what_cannot_be_measured_is_refused(folder: Path, tmp_path: Path) -> None:

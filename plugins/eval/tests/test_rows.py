@@ -34,6 +34,27 @@ def test_a_row_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
     assert len(Rows(file, ABOUT)) == 2
 
 
+def test_a_header_that_was_cut_off_is_written_again(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    Rows(file, ABOUT)
+    header = file.read_text()
+    for size in (0, 5, len(header) - 1):
+        file.write_text(header[:size])
+        Rows(file, ABOUT).add([row(1)])
+        assert len(Rows(file, ABOUT)) == 1
+
+
+def test_what_is_no_file_of_rows_is_refused(tmp_path: Path) -> None:
+    for data in (b"\xff\xfe\n", b'{"about": [1]}\n', b'{"about": {}}\n[]\n'):
+        (tmp_path / "rows.jsonl").write_bytes(data)
+        with pytest.raises(KVLoomError, match="no file of rows"):
+            Rows(tmp_path / "rows.jsonl", ABOUT)
+        assert (tmp_path / "rows.jsonl").read_bytes() == data
+    for place in (tmp_path, tmp_path / "rows.jsonl" / "rows.jsonl"):
+        with pytest.raises(KVLoomError, match="--out"):
+            Rows(place, ABOUT)
+
+
 def test_rows_of_another_run_are_left_alone(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     Rows(file, ABOUT).add([row(1)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,19 @@ def test_a_codec_that_costs_answers_is_refused_and_the_score_named(profile: Any)
     assert not FAILED.with_scores({"recall/1024": held}).passed
 
 
-@pytest.mark.parametrize("score", [{"exact": 0.5}, {"exact": 0.5, "codec": 0.5, "low": 0.0, "high": "-1"}], ids=str)
+def test_an_error_names_some_tasks_only(profile: Any) -> None:
+    lost = {"exact": 0.75, "codec": 0.5, "low": -0.4, "high": -0.1}
+    path = profile(verdicts={"step/1": PASSED.with_scores({f"task {each}": lost for each in range(1000)})})
+    with pytest.raises(ValueError, match="; task 104 50") as caught:
+        serializer(profile=path, quality=1.0)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "score",
+    [{"exact": 0.5}, *({"exact": 0.5, "codec": 0.5, "low": 0.0, "high": each} for each in ("-1", math.nan, -math.inf))],
+    ids=str,
+)
 def test_scores_have_one_form(score: Any) -> None:
     with pytest.raises(ValueError, match="needle"):
         PASSED.with_scores({"needle": score})

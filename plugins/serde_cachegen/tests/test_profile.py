@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -124,11 +125,11 @@ def test_ranks_are_looked_at_before_there_is_a_tensor_for_each(tmp_path: Path) -
             Profile.load(many)
 
 
-def test_limits_of_a_verdict_are_numbers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrong", [{"limits": {"kl": "small"}}, {"limits": {"kl": 10**400}}, {"kl": math.inf}], ids=str)
+def test_figures_of_a_verdict_are_finite_numbers(tmp_path: Path, wrong: Any) -> None:
     (about,) = profile_of().verdicts.values()
-    verdicts = {"step/0.75": {**asdict(about), "limits": {"kl": "small"}}}
-    with pytest.raises(CorruptProfileError, match="limits"):
-        Profile.load(changed(tmp_path, "about", {"verdicts": verdicts}))
+    with pytest.raises(CorruptProfileError, match=r"limits|float|kl: inf"):
+        Profile.load(changed(tmp_path, "about", {"verdicts": {"step/0.75": {**asdict(about), **wrong}}}))
 
 
 def test_a_header_without_an_end_is_not_read(tmp_path: Path) -> None:

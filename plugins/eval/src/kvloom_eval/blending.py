@@ -51,7 +51,7 @@ class Blender:
             self._runner = Runner(model, self._spec)
         except ValueError as error:
             raise KVLoomError(f"--blend: the model cannot be blended: {error}") from error
-        self.blends = [each for word in words for each in self._parsed(word)]
+        self.blends = list({each.name: each for word in words for each in self._parsed(word)}.values())
 
     def names(self) -> list[str]:
         """All that is measured: a whole prefill, and each executor at each ratio."""

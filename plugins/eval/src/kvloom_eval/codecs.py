@@ -42,11 +42,15 @@ class Wanted:
         return self.settings is not None and "profile" in self.settings
 
     def make(self, spec: Any, profile: Path | None) -> measuring.Codec:
-        """spec: of the model's KV. profile: the file that a codec with `needs_profile` reads."""
+        """spec: of the model's KV. profile: the file that a codec with `needs_profile` reads. Raises KVLoomError if it
+        cannot be read, or is of KV of another shape."""
         if self.settings is None:
             return PEERS[self.name](spec)
         settings = {**self.settings, **({"profile": profile} if self.needs_profile else {})}
-        return measuring.through(CacheGenSerializer(CacheGenSerializer.Config.model_validate(settings)))
+        try:
+            return measuring.through(CacheGenSerializer(CacheGenSerializer.Config.model_validate(settings), spec))
+        except ValueError as error:
+            raise KVLoomError(f"--codec {self.name}: {error}") from error
 
 
 def parsed(word: str) -> Wanted:

@@ -6,6 +6,7 @@ import json
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,7 +75,7 @@ def evaluate(
             raise KVLoomError(f"--tasks: there is no task {word!r}; there are {', '.join(known)}")
     if dtype not in ("float32", "bfloat16", "float16"):
         raise KVLoomError(f"--dtype: {dtype!r} is none of float32, bfloat16 and float16")
-    contexts = context or [_QUICK_CONTEXT if quick else _WINDOW]
+    contexts = list(dict.fromkeys(context or [_QUICK_CONTEXT if quick else _WINDOW]))
     plan = running.Plan(chosen, contexts, _QUICK_ITEMS if quick else items, seed)
     place = out or Path(f"eval-{Path(model).resolve().name if Path(model).is_dir() else model.replace('/', '--')}")
     _evaluate(
@@ -133,7 +134,9 @@ def _evaluate(
         with _progress("calibrating", len(windows)) as step:
             profile_of(model, windows, str(about["model"]), profile, step)
     codecs = {each.name: each.make(spec, profile) for each in wanted}
-    run = Run(model, tokenizer, plan, rows, plain=plain, codecs=codecs, blender=blender)
+    digest = sha256(profile.read_bytes()).hexdigest()[:16] if profile is not None and profile.is_file() else ""
+    profiles = {each.name: digest for each in wanted if each.needs_profile}
+    run = Run(model, tokenizer, plan, rows, plain=plain, codecs=codecs, blender=blender, profiles=profiles)
     interrupted = False
     with _progress("evaluating", len(list(plan.names()))) as step:
         try:

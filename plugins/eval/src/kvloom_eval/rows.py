@@ -20,15 +20,19 @@ class Rows:
         file of rows."""
         self.file = file
         self._rows: dict[tuple[str, str], Row] = {}
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps({"about": about}) + "\n", encoding="utf-8")
-            return
-        lines = file.read_text(encoding="utf-8").split("\n")
+        header = json.dumps({"about": about}) + "\n"
         try:
-            theirs = json.loads(lines[0])["about"]
+            text = file.read_text(encoding="utf-8") if file.exists() else ""
+            if header.startswith(text):  # nothing, or a header that was cut off
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(header, encoding="utf-8")
+                return
+            lines = text.split("\n")
+            theirs = dict(json.loads(lines[0])["about"])
             for line in lines[1:-1]:
                 self._keep(json.loads(line))
+        except OSError as error:
+            raise KVLoomError(f"{file}: {error.strerror}; name another folder with --out") from None
         except (ValueError, KeyError, TypeError):
             raise KVLoomError(f"{file} is no file of rows; name another folder with --out") from None
         for name in dict.fromkeys([*about, *theirs]):
@@ -52,6 +56,12 @@ class Rows:
             file.write("".join(json.dumps(row) + "\n" for row in rows))
         for row in rows:
             self._keep(row)
+
+    def check(self, by: str, more: Mapping[str, Any]) -> None:
+        """Raise KVLoomError unless all rows of a codec have these entries."""
+        for name, value in more.items():
+            if any(row.get(name) != value for (_, one), row in self._rows.items() if one == by):
+                raise KVLoomError(f"{self.file} has rows of {by} with another {name}; name another folder with --out")
 
     def of(self, by: str, task: str) -> Iterator[tuple[str, Row]]:
         """Items and rows of a task, `needle/1024`, by a codec or executor, in the order of their numbers."""

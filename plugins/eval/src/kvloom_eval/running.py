@@ -53,13 +53,18 @@ class Run:
     def __init__(
         self, model: Any, tokenizer: Any, plan: Plan, rows: Rows, *, plain: bool = False,
         codecs: Mapping[str, measuring.Codec], blender: Blender | None = None, dtype: torch.dtype = torch.bfloat16,
+        profiles: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        """dtype: of the KV that codecs get."""
+        """dtype: of the KV that codecs get. profiles: digests of the profiles that codecs read. Raises KVLoomError if
+        there are rows of such a codec with another profile."""
         self._model = model
         self._tokenizer = tokenizer
         self._plan = plan
         self._rows = rows
         self._codecs = codecs
+        self._more = {by: {"profile": digest} for by, digest in (profiles or {}).items()}
+        for by, more in self._more.items():
+            rows.check(by, more)
         self._blender = blender
         self._dtype = dtype
         self._prompts = Prompts(tokenizer, plain=plain)
@@ -114,7 +119,7 @@ class Run:
         exact = scoring.answers(self._model, kv, prompt.asked, per_token=per_token)
         chance = sum(1 / len(each.choices) for each in prompt.asked) / len(prompt.asked)
         for by in missing:
-            more: dict[str, Any] = {}
+            more: dict[str, Any] = dict(self._more.get(by, {}))
             if by == EXACT:
                 found, more = exact, {"tokens": len(prompt.context), "chance": chance}
             elif by == WITHOUT:
@@ -143,9 +148,9 @@ class Run:
         if blender.names()[0] in missing:
             alone = scoring.context_kv(self._model, prompt.without)
             answers = scoring.answers(self._model, alone, prompt.asked[:QUESTIONS])
-            made.append(_row(name, f"{WITHOUT}, blend", answers, exact))
             chance = sum(1 / len(each.choices) for each in prompt.asked[:QUESTIONS]) / len(exact)
             made[0] |= {"chance": chance}
+            made.insert(0, _row(name, f"{WITHOUT}, blend", answers, exact))  # first: a cut loses the last rows
         self._rows.add(made)
 
     @torch.inference_mode()
@@ -159,7 +164,7 @@ class Run:
         kv = scoring.context_kv(self._model, seen.tolist(), self._dtype)
         exact = scoring.continuation(self._model, kv, rest.tolist())
         for by in missing:
-            bits: dict[str, float] = {}
+            more: dict[str, Any] = dict(self._more.get(by, {}))
             if by == EXACT:
                 found = exact
             elif by == WITHOUT:
@@ -167,12 +172,12 @@ class Run:
                 first = torch.full_like(exact[:1], 0.0).log_softmax(-1)
                 found = torch.cat([first, scoring.continuation(self._model, alone, rest[1:].tolist())])
             else:
-                back, bits["bits"] = through_chunks(self._codecs[by], kv)
+                back, more["bits"] = through_chunks(self._codecs[by], kv)
                 found = scoring.continuation(self._model, back, rest.tolist())
             self._rows.add([{
                 "item": name, "by": by, "nll": -float(found.gather(1, rest[1:, None]).mean()),
                 "kl": _divergence(exact, found), "same": float((exact.argmax(-1) == found.argmax(-1)).float().mean()),
-                **bits,
+                **more,
             }])  # fmt: skip
 
     def _window(self, context: int, number: int) -> torch.Tensor:

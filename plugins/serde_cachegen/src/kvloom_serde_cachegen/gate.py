@@ -9,6 +9,8 @@ from kvloom_serde_cachegen.profile import Profile, identity_of
 
 _MEASURE = "run `kvloom calibrate --model MODEL --text FILE --verify`"
 _OR_NOT = "or take the risk with `codec_gate: off`"
+_MOST_TASKS = 8
+"""That an error names."""
 
 
 def profile_for(path: Path, spec: KVSpec | None) -> Profile:
@@ -50,7 +52,7 @@ def check(profile: Profile | None, spec: KVSpec, codec: str) -> None:
         tasks = "".join(
             f"; {one_line(task)} {verdict.scores[task]['codec']:.1%} of right answers, "
             f"{verdict.scores[task]['exact']:.1%} with exact KV"
-            for task in verdict.worse
+            for task in verdict.worse[:_MOST_TASKS]
         )
         raise ValueError(
             f"{codec} failed on {one_line(profile.model)}: KL {verdict.kl:.2g}, dNLL {verdict.dnll:+.2g}, top-1 "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import secrets
 import stat
@@ -66,7 +67,9 @@ class Verdict:
 
     def __post_init__(self) -> None:
         for task, score in self.scores.items():
-            if sorted(score) != ["codec", "exact", "high", "low"] or {type(each) for each in score.values()} != {float}:
+            if sorted(score) != ["codec", "exact", "high", "low"] or not all(
+                type(each) is float and math.isfinite(each) for each in score.values()
+            ):
                 raise ValueError(f"scores: {task}: {score!r}")
 
     @property
@@ -215,7 +218,7 @@ class Profile:
             if head["sha256"] != _digest(head["about"], tensors).hex():
                 raise ValueError("it is not as it was saved (checksum)")
             return _unpacked(json.loads(head["about"]), tensors)
-        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
             raise CorruptProfileError(path, f"unusable profile: {one_line(error)}") from error
 
 
@@ -285,7 +288,11 @@ def _unpacked(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Profil
         rows = {name: tuple(tuple(next(part) for _ in row) for row in ranks) for name, part in parts.items()}
         transform = Transform(tensors["means"], tensors["scales"], tensors["sigmas"], rows["bases"], rows["exponents"])
     verdicts = {name: _typed(Verdict(**verdict)) for name, verdict in about.pop("verdicts").items()}
-    if not all(type(limit) in (int, float) for verdict in verdicts.values() for limit in verdict.limits.values()):
+    if not all(
+        type(limit) in (int, float) and math.isfinite(limit)
+        for verdict in verdicts.values()
+        for limit in verdict.limits.values()
+    ):
         raise ValueError("limits: expected numbers")
     weights, rotations = tensors["weights"], tensors["rotations"]
     return _typed(Profile(**about, weights=weights, rotations=rotations, transform=transform, verdicts=verdicts))
@@ -295,7 +302,8 @@ def _typed(made: T) -> T:
     """Check the types of words, numbers and booleans made from JSON. Raises ValueError."""
     for each in fields(made):  # type: ignore[arg-type]
         value = getattr(made, each.name)
-        if each.type in ("str", "int", "float", "bool") and type(value).__name__ != each.type:
+        wrong = each.type in ("str", "int", "float", "bool") and type(value).__name__ != each.type
+        if wrong or (each.type == "float" and not math.isfinite(value)):
             raise ValueError(f"{each.name}: {value!r}")
     return made
 

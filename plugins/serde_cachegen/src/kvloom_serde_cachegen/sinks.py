@@ -71,6 +71,8 @@ def restore(data: Buffer, kv: torch.Tensor, first_layer: int | None = None) -> N
         raise CorruptBlobError(f"sinks that are not in order, or not in KV of {tuple(kv.shape)}")
     wanted = places[:, 0] - (first_layer or 0)
     mine = (wanted >= 0) & (wanted < layers)
+    if not bool(mine.any()):
+        return
     rows = torch.from_numpy(entries[:, _PLACE_BYTES:][mine.numpy()])
     values = rows.view(kv.dtype).view(-1, planes, hidden).transpose(0, 1)
     at, there = (wanted[mine], places[mine, 1]), device.of(kv)
