@@ -133,8 +133,11 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _open_worker(self) -> Worker:
         there = [one for one in self._identities if one.layer_names]
         largest = max(there, key=lambda one: one.geometry.layers * one.geometry.page_elements)
-        # One rank keeps on a tier that all share what all ranks of its stage compute alike.
-        stores = self._rank == 0 or not all(one.spec.replicated for one in there)
+        # One rank keeps on a tier that all share what all ranks of its stage compute alike; on several hosts a tier
+        # may be each host's own.
+        parallel = self._vllm_config.parallel_config
+        here = int(getattr(parallel, "nnodes", 1)) == 1 and parallel.distributed_executor_backend != "ray"
+        stores = not here or self._rank == 0 or not all(one.spec.replicated for one in there)
         opened = partial(self._settings.opened, stores=stores)
         first = Engine.open(opened(largest.geometry), largest.spec)
         parts: list[list[Part]] = []
