@@ -78,9 +78,14 @@ def test_one_that_hangs_is_killed_with_its_children_and_the_place_is_said(host: 
 ])  # fmt: skip
 def test_one_that_ends_is_said_to_have(host: Host, call: str, arguments: dict[str, int], said: str) -> None:
     engine = host.fork(20)
+    child = engine.call("start_child")
     with pytest.raises(EndedError, match=said):
         engine.call(call, **arguments)
-    assert not engine.alive
+    assert not engine.alive and gone(child)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("os.kill", lambda *args: pytest.fail("its number may be another's"))
+        patched.setattr("os.killpg", lambda *args: pytest.fail("its number may be another's"))
+        engine.kill()
 
 
 def test_one_that_raises_at_start_has_refused(host: Host) -> None:

@@ -205,8 +205,8 @@ class Engine:
 
     def kill(self) -> None:
         """Kill the process and its children, whatever they do."""
-        _kill(self.process)
         if self.alive:
+            _kill(self.process)
             self._reap()
         self._lines.close()
 
@@ -224,8 +224,8 @@ class Engine:
     def _reap(self) -> int:
         self.alive = False
         with contextlib.suppress(EngineError):
-            if not _has_ended(self.process):  # it closed its connection and goes on
-                _kill(self.process)
+            # It may have closed its connection and go on, and so may its children. Later its number may be another's.
+            _kill(self.process)
             return int(self._host._ask({"wait": self.process}))
         return -signal.SIGKILL
 

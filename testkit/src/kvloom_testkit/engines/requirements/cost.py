@@ -20,11 +20,11 @@ class Cost:
     """Time."""
 
     def test_E33_the_forward_path_does_not_wait(self, bench: Bench) -> str:
-        """No call between the engine's steps takes longer than a second, with loads and saves under way.
+        """No call in or between the engine's steps takes longer than a second, with loads and saves under way.
 
         Why: every request of the batch waits for it, not only the one whose KV it is.
 
-        Usually: a save that is written where it is ordered, or a load that is waited for with no deadline.
+        Usually: a save that is written where it is ordered, or a lookup or load that is waited for with no deadline.
         """
         session = bench.session("waits", store="waits")
         session.engine.call("watch", on=False)

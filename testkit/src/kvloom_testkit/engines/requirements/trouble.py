@@ -40,9 +40,7 @@ class Trouble:
         Usually: no checksum.
         """
         prompt = _stored(bench)
-        count = damage(bench.copy_of(STORE, "altered"), "flip")
-        if not count:
-            raise NotApplicableError("there are no files in its directory")
+        damage(bench.copy_of(STORE, "altered"), "flip")
         session = bench.session("altered", store="altered")
         (answer,) = bench.ask(session, [prompt])
         bench.compare(prompt, answer, "from altered files, a prompt")
@@ -95,7 +93,10 @@ class Trouble:
 def _stored(bench: Bench) -> Prompt:
     if not bench.subject.has_store:
         raise NotApplicableError("no setting has {tmp}: there is no directory to damage")
-    return kept(bench)
+    prompt = kept(bench)
+    if not any(path.is_file() for path in bench.store(STORE).rglob("*")):
+        raise NotApplicableError("there are no files in its directory")
+    return prompt
 
 
 def _broken(bench: Bench, prompt: Prompt, how: str, *, policy: str) -> tuple[Session, Any]:

@@ -43,7 +43,7 @@ class Driver:
         self._watch = Watch(self._scheduler, groups_of(config, caches))
         if runner:
             runner._zero_block_ids = self._watch.keep_poison(runner._zero_block_ids)
-        self._waits = waits()
+        self._waits = waits(self._scheduler.connector)
         return {"block": self._scheduler.block_size, "blocks": self._pool.num_gpu_blocks, **self.state()}
 
     @property
@@ -149,7 +149,7 @@ class Driver:
         return self._watch.take()
 
     def waits(self) -> dict[str, float]:
-        """The longest seconds in each of the worker's calls to its connector since the last time."""
+        """The longest seconds in each of the engine's calls to its connector since the last time."""
         found = dict(self._waits)
         self._waits.clear()
         return found

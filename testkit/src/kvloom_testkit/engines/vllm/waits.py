@@ -1,4 +1,4 @@
-"""Measures how long the worker waits in its connector's calls."""
+"""Measures how long an engine waits in its connector's calls."""
 
 from __future__ import annotations
 
@@ -6,19 +6,28 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-CALLS = ("start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save", "get_transfer_results")
+_WORKER = ("start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save", "get_transfer_results")
 """Calls of each step, between which the model computes. vLLM calls `get_finished` by the last one."""
+_SCHEDULER = (
+    "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "update_connector_output",
+    "request_finished",
+)  # fmt: skip
+"""Calls between steps, while no model computes."""
 
 
-def waits() -> dict[str, float]:
-    """The longest seconds in each of the calls from now on, by name; empty without a connector."""
+def waits(scheduler: Any) -> dict[str, float]:
+    """The longest seconds in each of the calls from now on, by name; empty without a connector.
+
+    scheduler: its connector, or None. The worker's connector is this process's, if it is not in another one.
+    """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
+    worker = get_kv_transfer_group() if has_kv_transfer_group() else None
     found: dict[str, float] = {}
-    if has_kv_transfer_group():
-        connector = get_kv_transfer_group()
-        for name in CALLS:
-            setattr(connector, name, _timed(name, getattr(connector, name), found))
+    for connector, names in ((worker, _WORKER), (scheduler, _SCHEDULER)):
+        if connector is not None:
+            for name in names:
+                setattr(connector, name, _timed(name, getattr(connector, name), found))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from kvloom_testkit.mutants import Mutant
 from kvloom_testkit.reference.vllm.connector import DirectoryConnector
@@ -17,6 +18,16 @@ class WaitsForTheStore(Mutant, DirectoryConnector):
         super().wait_for_save()
         if self._orders.saves:
             time.sleep(1.2)
+
+
+class WaitsForALookup(Mutant, DirectoryConnector):
+    """What is stored is asked for where the scheduler waits for the answer, of a server that does not answer."""
+
+    breaks = "E33"
+
+    def found(self, request: Any, begin: int, end: int) -> int:
+        time.sleep(1.2)
+        return super().found(request, begin, end)
 
 
 class AsksForEachBlock(Mutant, DirectoryConnector):
