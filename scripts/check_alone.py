@@ -30,7 +30,7 @@ OPTIONAL = {
     "kvloom-connector-vllm": "vllm prometheus_client kvloom_testkit",
     "kvloom-observe": "opentelemetry requests",
     "kvloom-serde-cachegen": "transformers",
-    "kvloom-testkit": "vllm transformers",
+    "kvloom-testkit": "sglang transformers vllm",
 }
 """Optional imports of a package's modules: an engine and its dependencies, an extra, the kit."""
 IMPORTING = """
