@@ -162,6 +162,7 @@ def test_a_model_that_cannot_be_run_on_some_tokens_is_refused_when_it_is_opened(
         num_key_value_heads=2, head_dim=16, num_local_experts=2, num_experts_per_tok=1,
         layer_types=["full_attention"] * 2, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     )  # fmt: skip
+    torch.manual_seed(0)  # with some weights the choice of experts hangs on rounding, which is refused before
     odd = GptOssForCausalLM(shape).eval()
     with pytest.raises(ValueError, match=r"cannot run on a subset of tokens.*s_aux"):
         blended(odd, config(NONE))
