@@ -85,12 +85,12 @@ def answered(model: Any, prompt: torch.Tensor, settings: dict[str, Any]) -> tupl
     ("settings", "ratio", "likeness"),
     [
         ({"mode": "lossless"}, 1.35, 1.0),
-        ({"quality": "high"}, 3.5, 0.995),
-        ({}, 4.5, 0.99),
-        ({"quality": "small", "codec_gate": False}, 5.0, 0.97),
-        ({"mode": "cachegen"}, 3.0, 0.97),
-        ({"profile": True}, 4.5, 0.99),
-        ({"mode": "klt", "profile": True, "codec_gate": False}, 7.0, 0.99),
+        ({"quality": "high"}, 3.1, 0.999),
+        ({}, 3.9, 0.999),
+        ({"quality": "small", "codec_gate": False}, 4.5, 0.997),
+        ({"mode": "cachegen"}, 3.4, 0.999),
+        ({"profile": True}, 3.8, 0.998),
+        ({"mode": "klt", "profile": True, "codec_gate": False}, 8.0, 0.997),
     ],
     ids=["lossless", "high", "default", "small", "cachegen", "default with a profile", "klt"],
 )

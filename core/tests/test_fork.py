@@ -9,8 +9,10 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from core_support import CHUNK, SPEC, Gate, Shelf, kv_of, tokens_of
 from kvloom import BackendError, Engine, Tier, open_tier
 from kvloom.engine.engine import _named
 from kvloom.memory import Pool
+from kvloom.memory.pages import settle_threads
 from kvloom.runtime import SystemRuntime
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -304,6 +307,25 @@ assert os.wait()[1] == 0
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_threads_of_a_child_may_be_the_first_to_use_torch() -> None:
+    """Torch makes its pool of threads anew after a fork; threads that race that step find no pool, one time of four."""
+    many = torch.zeros(1 << 20)
+
+    def work() -> None:
+        settle_threads()
+        together = threading.Barrier(8)
+
+        def convert(_: int) -> torch.Tensor:
+            together.wait()
+            return many.to(torch.bfloat16)
+
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(convert, range(8)))
+
+    for _ in range(16):
+        in_child(work)
 
 
 def test_pools_that_are_gone_are_not_told() -> None:

@@ -12,8 +12,9 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,13 @@ def in_child(work: Callable[[], bool]) -> bool:
         finally:
             os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.fixture
+def open_path() -> Iterator[Path]:
+    """A directory that other users reach: pytest closes its own to them whenever it starts, a test's pytest too."""
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
 
 
 HOLDER = """
@@ -108,15 +116,14 @@ def test_reading_is_no_use(tmp_path: Path, open_backend: Any, target: Any) -> No
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs files of another user")
-def test_the_files_of_another_user_are_read_and_not_touched(tmp_path: Path, open_backend: Any) -> None:
-    backend = open_backend(tmp_path)
+def test_the_files_of_another_user_are_read_and_not_touched(open_path: Path, open_backend: Any) -> None:
+    backend = open_backend(open_path)
     for key in KEYS[:2]:
         backend.put(key, [b"blob"])
-        os.utime(file_of(tmp_path, key), (LONG_AGO, LONG_AGO))
-    for folder in (tmp_path, *tmp_path.parents):
-        if folder.stat().st_uid == 0 and folder != Path("/"):
-            folder.chmod(folder.stat().st_mode | 0o055)
-    os.chown(file_of(tmp_path, KEYS[1]), 12345, 12345)
+        os.utime(file_of(open_path, key), (LONG_AGO, LONG_AGO))
+    for folder, _, _ in os.walk(open_path):
+        os.chmod(folder, 0o755)
+    os.chown(file_of(open_path, KEYS[1]), 12345, 12345)
 
     def as_other(work: Callable[[], bool]) -> bool:
         return in_child(lambda: os.setuid(12345) is None and work())

@@ -170,7 +170,11 @@ def _slab_ends(size: int, piece_bytes: int) -> tuple[int, ...]:
 
 def settle_threads() -> None:
     """Have torch work on one thread in a forked process: for the thread that calls this, and those begun later."""
-    if was_forked() and torch.get_num_threads() > 1:
-        # OpenMP waits for the threads of the parent, which are not here, for ever.
-        torch.set_num_threads(1)
+    if not was_forked():
+        return
+    threads = torch.get_num_threads()
+    # OpenMP waits for the threads of the parent, which are not here, for ever; and torch makes its own pool anew at the
+    # first use, a step that two threads must not race.
+    torch.set_num_threads(1)
+    if threads > 1:
         log.warning("torch copies on one thread, because this process was forked; start it with spawn for more")

@@ -76,6 +76,9 @@ def _become(order: dict[str, Any], path: str, driver: Callable[[], object]) -> N
             os.dup2(source, target)
         faulthandler.register(signal.SIGUSR1, file=open(order["stack"], "w"), all_threads=True)  # noqa: SIM115
         faulthandler.enable(file=2)
+        if torch := sys.modules.get("torch"):
+            # Its pool of threads is made anew at the first use after a fork, by a step that two threads must not race.
+            torch.set_num_threads(torch.get_num_threads())
         gc.unfreeze = lambda: None  # type: ignore[assignment]  # vLLM calls it when it ends, and collects everything
         serve(path, order["id"], driver())
         code = 0
