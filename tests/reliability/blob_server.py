@@ -111,12 +111,18 @@ class RemoteBackend(StorageBackend):
         super().__init__(config)
         self._port = config.port
         self._mine = threading.local()
+        self._made: list[socket.socket] = []
+
+    def close(self) -> None:
+        for connection in self._made:
+            connection.close()
 
     @contextlib.contextmanager
     def _ask(self, verb: bytes, key: str, blob: Buffers = ()) -> Iterator[tuple[socket.socket, bool, int]]:
         connection: socket.socket | None = getattr(self._mine, "connection", None)
         if connection is None:
             connection = self._mine.connection = socket.create_connection(("127.0.0.1", self._port))
+            self._made.append(connection)
         views = [memoryview(part).cast("B") for part in blob]
         name = key.encode()
         try:
