@@ -113,6 +113,7 @@ def test_a_caller_that_closed_a_stream_gets_the_status(
         patch.setattr(sys, closed, None)
         with pytest.raises(SystemExit) as left:
             main()
+        getattr(sys, closed).close()
     assert (left.value.code or 0) == status and capsys.readouterr() == ("", ""), "an error is not output"
 
 

@@ -119,10 +119,14 @@ class Both:
         self.address = ""
         self.servers: dict[str, TestServer] = {}
         self.proxy: Any = None
+        self.clients: list[Any] = []
 
     @property
     def client(self) -> Any:
-        return openai().AsyncOpenAI(base_url=f"{self.address}/v1", api_key="secret", max_retries=0, timeout=30)
+        """A new one, with connections of its own."""
+        made = openai().AsyncOpenAI(base_url=f"{self.address}/v1", api_key="secret", max_retries=0, timeout=30)
+        self.clients.append(made)
+        return made
 
 
 @asynccontextmanager
@@ -141,6 +145,8 @@ async def served(**settings: Any) -> AsyncIterator[Both]:
     try:
         yield both
     finally:
+        for client in both.clients:
+            await client.close()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         for server in both.servers.values():
