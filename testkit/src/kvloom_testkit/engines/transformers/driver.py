@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from kvloom_testkit.engines.meeting import meet
+
 _PAD = 2
 
 
@@ -73,6 +75,10 @@ class Driver:
             "cached": ids.shape[1] + new.shape[1] - 1 - self._computed,
             "untouched": bool(torch.equal(ids, before)),
         }
+
+    def meet(self, store: str) -> None:
+        """Rename files of a store when another process does, too."""
+        meet(store)
 
     def time(self, prompts: list[list[int]]) -> float:
         """Answer prompts one by one; the seconds that it took."""

@@ -21,12 +21,13 @@ class WaitsForTheStore(Mutant, DirectoryConnector):
 
 
 class WaitsForALookup(Mutant, DirectoryConnector):
-    """What is stored is asked for where the scheduler waits for the answer, of a server that does not answer."""
+    """A prompt of whole blocks is asked for where the scheduler waits for the answer, of a server that is silent."""
 
     breaks = "E33"
 
     def found(self, request: Any, begin: int, end: int) -> int:
-        time.sleep(1.2)
+        if request.num_prompt_tokens % self.block_tokens == 0:
+            time.sleep(1.2)
         return super().found(request, begin, end)
 
 
