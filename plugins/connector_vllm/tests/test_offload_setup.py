@@ -18,15 +18,6 @@ from kvloom_connector_vllm.offload.settings import OffloadPagesConfig, PieceGeom
 from kvloom_connector_vllm.offload.setup import described, described_from_outside, refuse, told_by_worker
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "model.safetensors").write_bytes(bytes(3 << 20))
-    (folder / "config.json").write_text("{}")
-    return folder
-
-
 def group(number: int, *layers: str, tokens: int = 16) -> SimpleNamespace:
     return SimpleNamespace(group_id=number, layer_names=layers, tokens_per_block=tokens)
 

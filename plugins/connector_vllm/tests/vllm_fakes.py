@@ -86,6 +86,19 @@ def kv_cache_config(layers: int = 3, spec: Any = None, **changes: Any) -> Simple
     return SimpleNamespace(**{**fields, **changes})
 
 
+def grouped(*specs: Any) -> Any:
+    """Each group has two layers of its own."""
+    whole = kv_cache_config()
+    names = iter(range(100))
+    whole.kv_cache_groups = [
+        SimpleNamespace(
+            layer_names=[f"layers.{next(names)}" for _ in range(2)], kv_cache_spec=spec, is_eagle_group=False
+        )
+        for spec in specs
+    ]  # fmt: skip
+    return whole
+
+
 def vllm_config(model: str = "tiny", *, kv_heads: int = 4, **parallel: int) -> SimpleNamespace:
     """kv_heads: of all ranks."""
     sizes = {
