@@ -6,9 +6,9 @@ from typing import Any
 
 from kvloom_testkit.engines.base import NotApplicableError, expect
 from kvloom_testkit.engines.bench import Bench, Prompt, Session
-from kvloom_testkit.engines.meeting import let_meet
 from kvloom_testkit.engines.process import RefusedError
 from kvloom_testkit.engines.prompts import tokens
+from kvloom_testkit.engines.rename_barrier import rename_together
 
 STORE = "kept"
 """The store that other processes are started on."""
@@ -135,7 +135,7 @@ class Separation:
         except RefusedError as error:
             raise NotApplicableError(f"not with a second process: {error}") from error
         both = session, other
-        let_meet((one.engine for one in both), session.store)
+        rename_together((one.engine for one in both), session.store)
         for turn in range(3 if bench.short else 8):
             prompts = [tokens(400 + 10 * turn + number, 3 * bench.chunk + 5) for number in range(5)]
             for order in (prompts, prompts[::-1]):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvloom_testkit.engines.meeting import meet
+from kvloom_testkit.engines.rename_barrier import RenamesTogether
 from kvloom_testkit.engines.sglang.pool import HostPool
 
 _CANARY = 0x44
@@ -19,7 +19,7 @@ _CANARY = 0x44
 _DIRECTORY = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 
 
-class Driver:
+class Driver(RenamesTogether):
     """The calls. Pages are numbers; each has a key and content of its own, which follow from it."""
 
     def start(
@@ -103,10 +103,6 @@ class Driver:
         """Return whether the storage has a `clear` of its own."""
         base = importlib.import_module("sglang.srt.mem_cache.hicache_storage").HiCacheStorage
         return type(self._storage).clear is not base.clear
-
-    def meet(self, store: str) -> None:
-        """Rename files of a store when another process does, too."""
-        meet(store)
 
     def race(self, pages: list[int], seconds: float) -> list[str]:
         """Store and count pages from one thread and load them from another; what went wrong, or raised."""

@@ -6,8 +6,8 @@ from typing import Any
 
 from kvloom_testkit.engines.base import NotApplicableError, expect
 from kvloom_testkit.engines.damage import damage
-from kvloom_testkit.engines.meeting import let_meet
 from kvloom_testkit.engines.process import Engine, RefusedError
+from kvloom_testkit.engines.rename_barrier import rename_together
 from kvloom_testkit.engines.sglang.storages import StorageBench
 
 PAGES = list(range(8))
@@ -114,7 +114,7 @@ class StorageConformance:
         """
         _need_store(bench)
         both = bench.open("both"), bench.open("both")
-        let_meet(both, bench.store("both"))
+        rename_together(both, bench.store("both"))
         waiting = [one.begin("race", pages=PAGES, seconds=0.5 if bench.short else 3.0) for one in both]
         faults = [fault for wait in waiting for fault in wait()]
         expect(not faults, f"{len(faults)} times: {'; '.join(faults[:2])}")

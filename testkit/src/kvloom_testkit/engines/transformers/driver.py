@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from kvloom_testkit.engines.meeting import meet
+from kvloom_testkit.engines.rename_barrier import RenamesTogether
 
 _PAD = 2
 
 
-class Driver:
+class Driver(RenamesTogether):
     """The calls. Prompts are lists of token ids; all rows of a call are one batch."""
 
     def start(self, model: str, dtype: str, name: str, module: str | None, extra: dict[str, Any], wraps: bool) -> None:
@@ -75,10 +75,6 @@ class Driver:
             "cached": ids.shape[1] + new.shape[1] - 1 - self._computed,
             "untouched": bool(torch.equal(ids, before)),
         }
-
-    def meet(self, store: str) -> None:
-        """Rename files of a store when another process does, too."""
-        meet(store)
 
     def time(self, prompts: list[list[int]]) -> float:
         """Answer prompts one by one; the seconds that it took."""

@@ -6,9 +6,9 @@ from typing import Any
 
 from kvloom_testkit.engines.base import NotApplicableError, NotMetError, expect
 from kvloom_testkit.engines.damage import damage
-from kvloom_testkit.engines.meeting import let_meet
 from kvloom_testkit.engines.process import Engine, EngineError, RefusedError
 from kvloom_testkit.engines.prompts import tokens
+from kvloom_testkit.engines.rename_barrier import rename_together
 from kvloom_testkit.engines.transformers.caches import CacheBench, Prompt, refused
 
 _KEPT = "kept"
@@ -178,7 +178,7 @@ class CacheConformance:
         """
         _need_store(bench)
         both = bench.open("shared"), bench.open("shared")
-        let_meet(both, bench.store("shared"))
+        rename_together(both, bench.store("shared"))
         for turn in range(4 if bench.short else 16):
             prompts = [tokens(400 + 10 * turn + number, 2 * bench.chunk + 5) for number in range(3)]
             for prompt in prompts + prompts[::-1]:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from kvloom_testkit.engines.damage import damage
-from kvloom_testkit.engines.meeting import meet
+from kvloom_testkit.engines.rename_barrier import RenamesTogether
 from kvloom_testkit.engines.vllm.memory import groups_of
 from kvloom_testkit.engines.vllm.waits import waits
 from kvloom_testkit.engines.vllm.watch import Watch
 
 
-class Driver:
+class Driver(RenamesTogether):
     """The calls. Blocks and tokens are counted as vLLM counts them; prompts are lists of token ids."""
 
     def __init__(self) -> None:
@@ -140,10 +140,6 @@ class Driver:
             self._watch.when_asked = lambda: damage(Path(folder), how)
         else:
             self._watch.when_promised = lambda: damage(Path(folder), how)
-
-    def meet(self, store: str) -> None:
-        """Rename files of a store when another process does, too."""
-        meet(store)
 
     def watch(self, on: bool) -> None:
         """Look, or don't, at every block in every step; it takes time."""
