@@ -13,8 +13,9 @@ import typer
 from typer.testing import CliRunner, Result
 
 from kvloom import KVLoomError
-from kvloom_eval import running, statistics
+from kvloom_eval import running
 from kvloom_eval.command import evaluate
+from kvloom_eval.scores import statistics
 from kvloom_serde_cachegen import Profile
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvloom_eval import report, results
-from kvloom_eval.rows import Rows
+from kvloom_eval.scores import report, results
+from kvloom_eval.scores.rows import Rows
 
 
 def row(item: int, by: str, right: list[int], **more: float) -> dict[str, object]:

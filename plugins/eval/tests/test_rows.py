@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvloom import KVLoomError
-from kvloom_eval.rows import Rows
+from kvloom_eval.scores.rows import Rows
 
 ABOUT = {"model": "small", "seed": 0}
 

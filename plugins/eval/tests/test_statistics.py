@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvloom_eval import statistics
+from kvloom_eval.scores import statistics
 
 
 def test_an_interval_holds_the_truth_nineteen_times_of_twenty() -> None:

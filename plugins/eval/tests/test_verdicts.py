@@ -10,8 +10,9 @@ import torch
 import transformers
 
 from kvloom import KVLoomError
-from kvloom_eval import TASKS, judge, statistics
+from kvloom_eval import TASKS, judge
 from kvloom_eval.codecs import parsed
+from kvloom_eval.scores import statistics
 
 
 def test_scores_are_of_each_codec_and_task_that_counts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ class TierChoice:
     protection: Protection | None = None
     """The keys whose blobs the tier accepts; None: unsigned blobs."""
     pin: str = "auto"
-    """When the memory tier pins its memory: `auto`, `eager` or `never`."""
+    """The time at which the memory tier pins its memory: `auto`, `eager` or `never`."""
 
 
 def same_store(tier: TierChoice, other: TierChoice) -> str:

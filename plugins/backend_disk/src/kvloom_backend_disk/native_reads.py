@@ -48,7 +48,7 @@ def are_current(files: Sequence[MappedBlob]) -> list[bool]:
 
 class _Read(NamedTuple):
     number: int
-    """Of the request."""
+    """Position in the request."""
     sink: Sink
     path: str
 

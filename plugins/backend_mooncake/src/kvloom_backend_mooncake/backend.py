@@ -36,7 +36,7 @@ itself, and only one of another length gets memory of its own. They are recognis
 may have: where two clients replace one key at once, Mooncake may show a placeholder that was not written yet."""
 _NO_BLOB = frozenset(map(len, PLACEHOLDERS))
 _READ_ATTEMPTS = 4
-"""While others put and delete a blob, a read may meet a longer one each time. One whose lease ended has two."""
+"""A read may meet a longer blob each time, while others put and delete it. One whose lease ended has two."""
 _WRITE_ATTEMPTS = 4
 """Another client may replace a blob while it is being written; then the master refuses its end."""
 _AGAIN = frozenset({ILLEGAL_CLIENT, TRANSFER_FAILED})

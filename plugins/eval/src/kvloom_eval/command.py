@@ -101,8 +101,8 @@ def _evaluate(
     from kvloom_eval import blending, models, scoring
     from kvloom_eval.codecs import profile_of
     from kvloom_eval.prompts import Prompts, check_room
-    from kvloom_eval.rows import Rows
     from kvloom_eval.running import Run
+    from kvloom_eval.scores.rows import Rows
     from kvloom_eval.text import calibration_windows
 
     torch.set_num_threads(threads)
@@ -155,7 +155,7 @@ def _write(
     about: dict[str, Any], plan: Plan, rows: Any, codecs: list[str], blender: Blender | None, profile: Path | None,
     place: Path, *, as_json: bool,
 ) -> None:  # fmt: skip
-    from kvloom_eval import report, results
+    from kvloom_eval.scores import report, results
 
     names = [f"{task}/{context}" for task in plan.tasks for context in plan.contexts]
     coded = results.of_codecs(rows, names, codecs) if codecs else None

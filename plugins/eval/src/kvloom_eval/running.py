@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from kvloom import KVLoomError
-from kvloom_eval import scoring, statistics, tasks, text
+from kvloom_eval import scoring, tasks, text
 from kvloom_eval.blending import QUESTIONS, Blender
 from kvloom_eval.codecs import through_chunks
 from kvloom_eval.prompts import Prompt, Prompts
-from kvloom_eval.rows import Rows
+from kvloom_eval.scores import statistics
+from kvloom_eval.scores.rows import Rows
 from kvloom_eval.scoring import Answer
 from kvloom_serde_cachegen import measuring
 

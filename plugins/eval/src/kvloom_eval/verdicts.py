@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from kvloom import KVLoomError
-from kvloom_eval import results, scoring
+from kvloom_eval import scoring
 from kvloom_eval.prompts import longest_context
-from kvloom_eval.rows import Rows
 from kvloom_eval.running import Plan, Run
+from kvloom_eval.scores import results
+from kvloom_eval.scores.rows import Rows
 from kvloom_eval.tasks import TASKS
 from kvloom_serde_cachegen import measuring
 

@@ -81,7 +81,7 @@ class Ledger:
         self._access_times = AccessTimeSync()
         self._listed = False
         self.freshness: Freshness | None = None
-        """When to ask the store about blobs again."""
+        """The time to ask the store about blobs again."""
         if believed is not None:
             self.freshness = self._held.freshness = Freshness(self._rows, self._lock, runtime.now, seconds=believed)
 

@@ -372,7 +372,7 @@ class InflightReads:
             self._forget(inflight)
 
     def give_up(self, inflight: InflightRead, group: range) -> None:
-        """Whoever holds a share does not want this group of layers, nor any behind it."""
+        """The holder of a share does not want this group of layers, nor any behind it."""
         with self._lock:
             self._forget(inflight)  # so that whoever is alone with it now, stays so
             alone = inflight.shares == 1

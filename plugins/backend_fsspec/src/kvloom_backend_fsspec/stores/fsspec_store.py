@@ -81,7 +81,7 @@ class FsspecStore:
             raise
 
     def _in_the_way(self, name: str) -> str:
-        """What keeps a blob from its place, which does not concern other blobs; empty if that is not known."""
+        """The reason why a blob cannot be at its place, which does not concern others; empty if that is not known."""
         while len(name := name.rpartition("/")[0]) > len(self._place.prefix):
             with contextlib.suppress(Exception):  # it is not there, or the server has failed
                 if not _is_directory(self._fs.info(self._path(name))):

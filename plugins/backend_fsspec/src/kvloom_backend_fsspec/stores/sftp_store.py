@@ -75,7 +75,7 @@ class SftpStore:
             raise
 
     def _in_the_way(self, sftp: Any, name: str) -> str:
-        """What keeps a blob from its place, which does not concern other blobs; empty if that is not known."""
+        """The reason why a blob cannot be at its place, which does not concern others; empty if that is not known."""
         with contextlib.suppress(Exception):
             if not _is_file(sftp, name) and _size(sftp, name) is not None:
                 return f"a directory lies in the place of a blob: /{name}"

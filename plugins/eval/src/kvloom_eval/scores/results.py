@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvloom_eval import statistics
 from kvloom_eval.blending import FULL
-from kvloom_eval.rows import Row, Rows
 from kvloom_eval.running import EXACT, TEXT, WITHOUT
-from kvloom_eval.statistics import Mean
+from kvloom_eval.scores import statistics
+from kvloom_eval.scores.rows import Row, Rows
+from kvloom_eval.scores.statistics import Mean
 
 Table = Mapping[str, Mapping[str, Row]]
 """Rows of a task by codec or executor, then by item."""

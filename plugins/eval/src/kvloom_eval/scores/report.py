@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvloom_eval.blending import FULL
-from kvloom_eval.results import Results, Scores, Task
 from kvloom_eval.running import EXACT
-from kvloom_eval.statistics import Mean
+from kvloom_eval.scores.results import Results, Scores, Task
+from kvloom_eval.scores.statistics import Mean
 
 RAW_BITS = 16
 FAMILIES = {"step": "o", "klt": "s", "others": "x"}
