@@ -1,0 +1,1 @@
+"""Scores of runs: rows on disk, their means and intervals, tables and charts."""
