@@ -166,21 +166,25 @@ def test_streams_of_older_encoders_are_read() -> None:
     assert digest == "bd2eca1352be56afc847b3521993c32bb4d67f5190a5ae4c02e96ca796325b2c"
 
 
+LENGTHS = st.integers(16, 300).filter(lambda tokens: not 0 < tokens % 256 < 4)
+"""Blocks of fewer than four tokens come back as they were, sinks or not."""
+
+
 @settings(max_examples=10, deadline=None)
-@given(st.integers(1, 2), st.integers(16, 300), st.integers(1, 100), st.integers(0, 4), st.integers(0, 10**6))
+@given(st.integers(1, 2), LENGTHS, st.integers(32, 100), st.integers(0, 4), st.integers(0, 10**6))
 def test_attention_sinks_come_back_as_they_were(planes: int, tokens: int, hidden: int, sinks: int, seed: int) -> None:
     """Tokens whose V is small, in K too, if they are few in a block of 256 tokens and there are both."""
     chance = torch.Generator().manual_seed(seed)
     kv = torch.randn(planes, 2, tokens, hidden, generator=chance)
-    kv += 3 * torch.ones(hidden)  # No other token has a V that is small by chance.
+    kv += 4 * torch.ones(hidden)  # No other token has a V that is small by chance.
     where = torch.randperm(min(tokens, 256), generator=chance)[:sinks]
     kv[-1, 0, where] *= 0.2
     kv = kv.to(torch.bfloat16)
     back = decoded(streams.encode(kv, settings_for(Mode.STEP, kv)), kv, Mode.STEP)
     kept = (back == kv).all(-1).all(0)
     few = planes == 2 and len(where) <= min(tokens, 256) // 16
-    assert set(kept[0].nonzero().flatten().tolist()) >= set(where.tolist()) if few else hidden < 8 or not kept[0].any()
-    assert hidden < 8 or kept.sum() == (len(where) if few else 0)
+    assert set(kept[0].nonzero().flatten().tolist()) >= set(where.tolist()) if few else not kept[0].any()
+    assert kept.sum() == (len(where) if few else 0)
 
 
 def test_steps_of_k_are_finer_than_those_of_v() -> None:
