@@ -7,6 +7,7 @@ the machine does meets all of them alike. Every measured prompt is new to whoeve
     make bench-vllm
     python bench/vllm_ttft.py --rounds 5 --lengths 1024
     python bench/vllm_ttft.py --model path/to/SmolLM2-135M-Instruct --name smollm2
+    python bench/vllm_ttft.py --kind windows
 """
 
 from __future__ import annotations
@@ -70,6 +71,11 @@ class Server:
         self.process.wait()
 
 
+def longest_of(model: Path) -> int:
+    """The tokens of the longest prompt with its answer."""
+    return min(8192 + 2 * BLOCK, json.loads((model / "config.json").read_text())["max_position_embeddings"])
+
+
 def serve(mode: str, model: Path, folder: Path) -> None:
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
@@ -90,7 +96,7 @@ def serve(mode: str, model: Path, folder: Path) -> None:
             kv_connector_extra_config={"config": {"chunk_tokens": CHUNK, "tiers": tiers}},
         )  # fmt: skip
         more["kv_transfer_config"] = transfer
-    longest = min(8192 + 2 * BLOCK, json.loads((model / "config.json").read_text())["max_position_embeddings"])
+    longest = longest_of(model)
     llm = LLM(
         model=str(model), dtype="bfloat16", enforce_eager=True, max_model_len=longest, max_num_seqs=4,
         max_num_batched_tokens=longest, kv_cache_memory_bytes=512 << 20, distributed_executor_backend="uni",
@@ -150,7 +156,8 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4064, 4096, 8192])
     parser.add_argument("--serve")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder; otherwise a small random Llama is made")
-    parser.add_argument("--name", default="", help="the model's, in the name of the results")
+    parser.add_argument("--kind", default="", help="of the model that is made: windows, delta_nets, convolutions")
+    parser.add_argument("--name", default="", help="the model's, in the name of the results; default: its kind")
     parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -165,6 +172,12 @@ def main() -> None:
         model = arguments.model or folder / "model"
         if arguments.model is None:
             make_model.make(model, maximum=16384, dtype="bfloat16")
+        if arguments.kind:
+            model, tokenizer = folder / arguments.kind, model
+            if arguments.kind == "windows":
+                make_model.make_hybrid(model, tokenizer=tokenizer)
+            else:
+                make_model.make_kind(arguments.kind, model, tokenizer=tokenizer)
         servers = {mode: Server(mode, model, folder) for mode in MODES}
         try:
             for mode, server in servers.items():
@@ -173,8 +186,9 @@ def main() -> None:
                 server.ask(prompt=prompt(chance, 200))
             results = {}
             for length in arguments.lengths:
-                results[length] = measure(servers, length, arguments.rounds, chance)
-                report(results, arguments.name)
+                if length + TAIL < longest_of(model):
+                    results[length] = measure(servers, length, arguments.rounds, chance)
+                    report(results, arguments.name or arguments.kind)
         finally:
             for server in servers.values():
                 server.close()

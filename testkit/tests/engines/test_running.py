@@ -101,6 +101,23 @@ def test_the_third_hang_or_end_is_the_last(monkeypatch: pytest.MonkeyPatch) -> N
     assert bench.tried[-1] == "E06"
 
 
+def test_each_is_tried_repeatedly_and_its_failures_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench: Any = FakeBench(monkeypatch, {"E05": NotApplicableError("why"), "E07": HangError("hangs")})
+
+    def now_and_then(self: object, bench: FakeBench) -> None:
+        bench.tried.append("E03")
+        if bench.tried.count("E03") in (2, 4):
+            raise NotMetError(f"try {bench.tried.count('E03')}")
+
+    now_and_then.__doc__ = getattr(running.EngineConformance, REQUIREMENTS["E03"].test).__doc__
+    monkeypatch.setattr(running.EngineConformance, REQUIREMENTS["E03"].test, now_and_then)
+    rows = check(bench, only=["E03", "E04", "E05", "E07", "E09"], repeat=5)
+    assert bench.tried == ["E03"] * 5 + ["E04"] * 5 + ["E05"] + ["E07"] * running.TROUBLES
+    assert [row.outcome for row in rows] == ["not met", "met", "skipped", "not met", "not tried"]
+    assert rows[0].reason == "2 of 5 times: try 2" and rows[3].reason == "3 of 3 times: hangs"
+    assert bench.begun == 5 + 4 + 3, "no try finds what another left"
+
+
 def test_some_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     bench: Any = FakeBench(monkeypatch, {})
     assert [row.id for row in check(bench, only=["E09", "E17"])] == bench.tried == ["E09", "E17"]
@@ -179,8 +196,10 @@ def test_options_that_cannot_be(change: dict[str, Any], said: str) -> None:
 def test_other_engines_and_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="no engine 'other'"):
         report.run_options("other", OPTIONS, {}, [], 1.0, as_json=False)
-    with pytest.raises(ConfigError, match="--repeat"):
-        report.run_options("vllm", OPTIONS, {"--repeat": True}, [], 1.0, as_json=False)
+    with pytest.raises(ConfigError, match="--thorough"):
+        report.run_options("vllm", OPTIONS, {"--thorough": True}, [], 1.0, as_json=False)
+    with pytest.raises(ConfigError, match="--repeat: expected at least 1, not 0"):
+        report.run_options("vllm", {**OPTIONS, "--connector": "a:C"}, {}, [], 1.0, as_json=False, repeat=0)
     for engine, option in (("vllm", "--storage"), ("sglang", "--connector"), ("sglang", "--block")):
         with pytest.raises(ConfigError, match=f"{option}: `kvloom check engine {engine}` does not have"):
             report.run_options(engine, {**OPTIONS, option: "a:C"}, {}, [], 1.0, as_json=False)

@@ -110,8 +110,9 @@ def add(commands: typer.Typer) -> None:
         if kind == "engine":
             from kvloom_testkit.engines import report as engines
 
-            others = {"--set": set, "--repeat": repeat != 1, "--thorough": thorough}
-            raise typer.Exit(engines.run_options(type, engine, others, only or [], seconds, as_json=as_json))
+            others = {"--set": set, "--thorough": thorough}
+            status = engines.run_options(type, engine, others, only or [], seconds, as_json=as_json, repeat=repeat)
+            raise typer.Exit(status)
         if given := [name for name, value in engine.items() if value is not None]:
             raise ConfigError(given[0], "this option is for `kvloom check engine`")
         from kvloom_testkit.cli import report

@@ -67,7 +67,7 @@ _WIDTH = 110
 
 def run_options(
     word: str, options: Mapping[str, Any], others: Mapping[str, object], only: Sequence[str], seconds: float, *,
-    as_json: bool,
+    as_json: bool, repeat: int = 1,
 ) -> int:  # fmt: skip
     """Check what the options of the command line say; the exit status. others: options that engines do not have.
 
@@ -80,6 +80,8 @@ def run_options(
     foreign = [name for name in given if name not in (*engine.subjects, *engine.limits, *_COMMON)]
     if wrong := [*foreign, *(name for name, value in others.items() if value)]:
         raise ConfigError(wrong[0], f"`kvloom check engine {word}` does not have this option")
+    if repeat < 1:
+        raise ConfigError("--repeat", f"expected at least 1, not {repeat}")
     named = [name for name in engine.subjects if name in given]
     if not named:
         first, *rest = engine.subjects
@@ -92,12 +94,12 @@ def run_options(
     extra = _extra(options["--extra"])
     subject = engine.subjects[named[0]](options[named[0]], extra=extra, seconds=seconds, **more)
     short = bool(options["--short"])
-    return run(engine, subject, only=only, short=short, as_json=as_json, junit=options["--junit"])
+    return run(engine, subject, only=only, repeat=repeat, short=short, as_json=as_json, junit=options["--junit"])
 
 
 def run(
-    engine: Engine, subject: Any, *, only: Sequence[str] = (), short: bool = False, as_json: bool = False,
-    junit: Path | None = None, host: Host | None = None,
+    engine: Engine, subject: Any, *, only: Sequence[str] = (), repeat: int = 1, short: bool = False,
+    as_json: bool = False, junit: Path | None = None, host: Host | None = None,
 ) -> int:  # fmt: skip
     """Check a subject and print the rows as they come; the exit status. host: one that runs already.
 
@@ -123,7 +125,7 @@ def run(
         print(output.plain(text.rstrip()), file=out, flush=True)
 
     try:
-        rows = check(bench, engine.conformance, only=wanted, tell=tell)
+        rows = check(bench, engine.conformance, only=wanted, repeat=repeat, tell=tell)
     except KeyboardInterrupt:
         print(f"{subject}: interrupted", file=sys.stderr)
         return _INTERRUPTED

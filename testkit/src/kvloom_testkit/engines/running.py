@@ -30,10 +30,14 @@ class Row:
 
 
 def check(
-    bench: BaseBench, conformance: type[Any] = EngineConformance, *, only: Sequence[str] = (),
+    bench: BaseBench, conformance: type[Any] = EngineConformance, *, only: Sequence[str] = (), repeat: int = 1,
     tell: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:  # fmt: skip
-    """The rows of a subject. only: ids; default: all of the conformance class. The bench is not closed."""
+    """The rows of a subject. The bench is not closed.
+
+    only: ids; default: all of the conformance class. repeat: how often each is tried, each time in a new session with
+    an empty store; it is met if it is each time.
+    """
     tests = conformance()
     requirements = {one.id: one for one in requirements_of(conformance)}
     rows: list[Row] = []
@@ -41,19 +45,25 @@ def check(
     for number in only or requirements:
         about = requirements[number]
         begin = time.monotonic()
-        if refused or troubles >= TROUBLES:
-            outcome, reason = "not tried", refused or f"{TROUBLES} hang or end the process"
-        else:
+        failures: list[str] = []
+        outcome, reason, times = "not tried", refused or f"{TROUBLES} hang or end the process", 0
+        while times < repeat and not refused and troubles < TROUBLES and outcome != "skipped":
+            if times:
+                bench.start_over()
+            times += 1
             try:
                 outcome, reason = "met", getattr(tests, about.test)(bench) or ""
             except NotApplicableError as error:
                 outcome, reason = "skipped", str(error)
             except (NotMetError, EngineError) as error:
-                outcome, reason = "not met", str(error).replace(f"{bench.folder}/", "")
+                failures.append(str(error).replace(f"{bench.folder}/", ""))
                 if isinstance(error, RefusedError) and number == min(requirements):
                     refused = "the engine does not start with it"
                 troubles += isinstance(error, HangError | EndedError)
-                bench.start_over()
+        if failures:
+            counted = f"{len(failures)} of {times} times: " if repeat > 1 else ""
+            outcome, reason = "not met", counted + failures[0]
+            bench.start_over()
         rows.append(Row(number, about.title, outcome, reason, round(time.monotonic() - begin, 3)))
         tell(rows[-1])
     return rows
