@@ -321,6 +321,7 @@ struct SparseProduct {
 
   // out[rows][out_stride]: of whole panels.
   void multiply(int rows, int inner, const int8_t* b, int outer, int32_t* out, int64_t out_stride) {
+    if (inner == 0) std::fill(out, out + rows * out_stride, 0);
     for (int column = 0; column < outer; column += kColumns) {
       for (int part = 0, first = 0; first < inner / 2; ++part, first += kPairs) {
         int pairs = std::min(kPairs, inner / 2 - first), columns = std::min(kColumns, outer - column);
