@@ -50,7 +50,7 @@ def test_every_processor_and_who_reads_the_document_agree(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("heads, size, tokens", [(5, 206, 67), (2, 66, 131), (5, 14, 90)])
+@pytest.mark.parametrize(("heads", "size", "tokens"), [(5, 206, 67), (2, 66, 131), (5, 14, 90)])
 def test_products_are_alike_with_components_at_the_limits_of_a_byte(
     heads: int, size: int, tokens: int, dtype: torch.dtype
 ) -> None:
