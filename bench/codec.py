@@ -7,6 +7,7 @@ goes in or comes out, on one core in processor time, so that neighbours on the m
 the clock. All take turns, and what a call allocates is in its time.
 
     python bench/codec.py --rounds 9
+    python bench/codec.py --only klt "step default" --channels 512  # 4 heads; rows go to codec_klt_512.json
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from kvloom_serde_cachegen.settings import QUALITY
 from kvloom_serde_cachegen.streams import Mode, Settings
 
 TOKENS, START = 256, 4096
-PLANES, LAYERS, _, HIDDEN = SPEC.blob_shape(TOKENS)
+PLANES, LAYERS, _, CHANNELS = SPEC.blob_shape(TOKENS)
 SETS = ("portable", "AVX2", "AVX-512")
 SECONDS = 20.0
 """Time for one contender: the slowest have fewer rounds."""
@@ -72,20 +73,20 @@ class Contender:
 # -- KV ----------------------------------------------------------------------------------------------------------------
 
 
-def made_kv() -> tuple[torch.Tensor, Profile]:
-    """KV of 1,024 directions whose strengths fall off, and the profile that calibration would find."""
+def made_kv(hidden: int) -> tuple[torch.Tensor, Profile]:
+    """KV of as many directions as channels, whose strengths fall off, and the profile that calibration would find."""
     generator = torch.Generator().manual_seed(0)
-    strengths = (1.0 + torch.arange(HIDDEN)) ** -0.7
-    strengths *= (HIDDEN / strengths.square().sum()) ** 0.5
-    scales = torch.exp(0.6 * torch.randn(PLANES, LAYERS, HIDDEN, generator=generator))
-    scales[0, :, torch.randperm(HIDDEN, generator=generator)[:12]] *= 20.0
-    means = torch.randn(PLANES, LAYERS, HIDDEN, generator=generator) * scales
+    strengths = (1.0 + torch.arange(hidden)) ** -0.7
+    strengths *= (hidden / strengths.square().sum()) ** 0.5
+    scales = torch.exp(0.6 * torch.randn(PLANES, LAYERS, hidden, generator=generator))
+    scales[0, :, torch.randperm(hidden, generator=generator)[:12]] *= 20.0
+    means = torch.randn(PLANES, LAYERS, hidden, generator=generator) * scales
     means[1] = 0.0
-    directions = [torch.linalg.qr(torch.randn(HIDDEN, HIDDEN, generator=generator)).Q for _ in range(PLANES)]
-    kv = torch.empty(PLANES, LAYERS, TOKENS, HIDDEN)
+    directions = [torch.linalg.qr(torch.randn(hidden, hidden, generator=generator)).Q for _ in range(PLANES)]
+    kv = torch.empty(PLANES, LAYERS, TOKENS, hidden)
     for plane in range(PLANES):
         for layer in range(LAYERS):
-            noise = torch.randn(TOKENS, HIDDEN, generator=generator) * strengths
+            noise = torch.randn(TOKENS, hidden, generator=generator) * strengths
             kv[plane, layer] = means[plane, layer] + scales[plane, layer] * (noise @ directions[plane])
     frequencies = 500_000.0 ** -(torch.arange(SPEC.head_size // 2, dtype=torch.float64) / (SPEC.head_size // 2))
     kv[0] = rotated(kv[0], frequencies)
@@ -98,7 +99,7 @@ def made_kv() -> tuple[torch.Tensor, Profile]:
         means, weights, sigmas, *(tuple(tuple(pair[which] for pair in row) for row in rows) for which in (0, 1))
     )
     profile = Profile(
-        model="bench", identity="bench", planes=PLANES, layers=LAYERS, hidden=HIDDEN, head_size=SPEC.head_size,
+        model="bench", identity="bench", planes=PLANES, layers=LAYERS, hidden=hidden, head_size=SPEC.head_size,
         calibrated_tokens=0, weights=weights[0], rotary_size=SPEC.head_size, interleaved=False,
         rotations=rotations_of(frequencies), transform=transform,
     )  # fmt: skip
@@ -193,9 +194,9 @@ def contenders(kv: torch.Tensor, profile: Profile) -> list[Contender]:
     return found
 
 
-def main(rounds: int) -> None:
-    kv, profile = made_kv()
-    found = contenders(kv, profile)
+def main(rounds: int, only: list[str], channels: int) -> None:
+    kv, profile = made_kv(channels)
+    found = [each for each in contenders(kv, profile) if not only or each.name.startswith(("copy_", *only))]
     into = {kv.dtype: torch.zeros_like(kv), torch.float8_e4m3fn: torch.zeros(kv.shape, dtype=torch.float8_e4m3fn)}
     cores = torch.get_num_threads()
     for round in range(rounds + 1):
@@ -205,7 +206,8 @@ def main(rounds: int) -> None:
                 each.run(into[each.kv.dtype])
             if not round:  # memory was touched for the first time
                 each.seconds = {"encode": [], "decode": []}
-    rows = Rows("codec")
+    parts = ["codec", *(only[:1]), *([str(channels)] if channels != CHANNELS else [])]
+    rows = Rows("_".join(parts))
     for each in found:
         if each.threads == 1:
             bits = 8 * each.bytes / each.kv.numel()
@@ -224,4 +226,7 @@ def main(rounds: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
-    main(parser.parse_args().rounds)
+    parser.add_argument("--only", nargs="+", default=[], help="contenders whose names begin with one of these")
+    parser.add_argument("--channels", type=int, default=CHANNELS, help="of one token of K: a multiple of the head size")
+    arguments = parser.parse_args()
+    main(arguments.rounds, arguments.only, arguments.channels)

@@ -57,17 +57,22 @@ constexpr int64_t kDecodeWorkspace =
     3 * 4 * (kColumnsTogether + kBandsTogether * kLanes) + kBandsTogether * (320 + 16 + 3 * 64) + 8192;
 static_assert(kDecodeWorkspace > 2 * kWideSlots * 4 + 128, "there is room for the tables of `lossless` too");
 
-constexpr int kTogether = 16;  // Tokens that are transformed at a time.
+// Tokens that are transformed at a time, and the columns and bytes of the basis that stay in the nearest cache meanwhile.
+constexpr int kTogether = 64, kColumnsOfPanel = 128, kPanelBytes = 32768;
+constexpr int kMostRests = 64;  // Of a token, on average: pairs of numbers that are multiplied beside the others, since they are large.
+
+KVZ_BOTH int64_t sums_of_token(int hidden) { return ceil_div(hidden, kColumnsOfPanel) * kColumnsOfPanel; }
 
 // Of the mode `klt`, beside the above: there is at most one component for each channel.
 inline int64_t transform_workspace(const KvzGeometry& g) {
-  return int64_t(g.hidden) * (6 * kTogether + 12 + 4) + 4 * kTogether + (kMaxReaders + 1) * (512 + 4 * kLanes) + 2048;
+  int64_t entries = 8 * (g.hidden + 2 + g.hidden / 64), each = 4 * sums_of_token(g.hidden) + entries + g.hidden / 64 + 16;
+  return kTogether * each + kPanelBytes + int64_t(g.hidden) * (12 + 4) + (kMaxReaders + 1) * (512 + 4 * kLanes) + 4096;
 }
 
 inline int64_t encode_workspace(const KvzGeometry& g, const KvzSettings& s) {
   int64_t elements = s.mode == kLossless ? kFlatTile : int64_t(kMaxTileTokens) * (s.band + kLanes);
   int64_t words = elements * (1 + escape_words(g.dtype)) + 64;
-  int64_t transform = s.mode == kKlt ? int64_t(g.hidden) * (2 * kMaxTileTokens + 6 * kTogether + 12) + 1024 : 0;
+  int64_t transform = s.mode == kKlt ? int64_t(g.hidden) * (2 * kMaxTileTokens + 3 * kTogether + 20) + kTogether * (4 * sums_of_token(g.hidden) + 16 * kMostRests) + kPanelBytes + 4096 : 0;
   return transform + 2 * words + elements + 6 * 4 * int64_t(g.hidden) + s.band * 64 * 2 + 4 * 4 * (s.band + kLanes) + 65536;
 }
 

@@ -87,6 +87,8 @@ inline void take_escapes(uint32_t mask, Words& words, Bits* to) {
 inline uint32_t escapes_of(const uint8_t* symbols, int active) {
 #if defined(KVZ_AVX512)
   if (active == kLanes) return _mm256_cmpeq_epu8_mask(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(symbols)), _mm256_set1_epi8(kEscape));
+#elif defined(KVZ_AVX2)
+  if (active == kLanes) return uint32_t(_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(symbols)), _mm256_set1_epi8(kEscape))));
 #endif
   uint32_t mask = 0;
   for (int lane = 0; lane < active; ++lane) mask |= uint32_t(symbols[lane] == kEscape) << lane;

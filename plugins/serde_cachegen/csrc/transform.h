@@ -54,18 +54,19 @@ struct TransformEncoder {
   const KvzSettings& s;
   const KvzEncode& job;
   Scratch scratch;
+  DenseProduct product;
   int16_t *coefficients, *numbers;
   int32_t* sums;
-  float *row, *factors, *rotation;
+  float *row, *factors, *rotation, *units, *limits;
   int lanes;
 
   TransformEncoder(const KvzGeometry& g, const KvzSettings& s, const KvzEncode& job, Arena arena)
-      : g(g), s(s), job(job), scratch(arena, s.band, 1), lanes(int(ceil_div(s.band, kLanes)) * kLanes) {
+      : g(g), s(s), job(job), scratch(arena, s.band, 1), product(arena, g.hidden), lanes(int(ceil_div(s.band, kLanes)) * kLanes) {
     coefficients = arena.take<int16_t>(int64_t(kMaxTileTokens) * g.hidden);
     numbers = arena.take<int16_t>(int64_t(kTogether) * g.hidden);
-    sums = arena.take<int32_t>(int64_t(kTogether) * g.hidden);
-    row = arena.take<float>(g.hidden), factors = arena.take<float>(g.hidden);
-    rotation = arena.take<float>(g.hidden);
+    sums = arena.take<int32_t>(kTogether * sums_of_token(g.hidden));
+    row = arena.take<float>(g.hidden), factors = arena.take<float>(g.hidden), rotation = arena.take<float>(g.hidden);
+    units = arena.take<float>(g.hidden), limits = arena.take<float>(g.hidden);
   }
 
   // Writes the tiles of one block of tokens of one plane, and what the tables say about it; null if it is not to be
@@ -76,15 +77,19 @@ struct TransformEncoder {
     int code = std::max(step_code(s.step * basis.sigma), 1), used = 0;
     if (!is_placed(*job.profile, plane, job.start, token, rows)) return nullptr;
     for (int c = 0; c < g.hidden; ++c) factors[c] = basis.scale[c] * kInverseSteps[code] * kUnits;
+    for (int j = 0; j < basis.rank; ++j) units[j] = kOfUnit * float(1 << shift_of(basis, j)), limits[j] = float(32767 >> shift_of(basis, j));
+    int64_t stride = sums_of_token(g.hidden);
     for (int at = 0; at < rows; at += kTogether) {
       int together = std::min(kTogether, rows - at);
       for (int each = 0; each < together; ++each)
         if (!numbers_of(plane, basis, token + at + each, from + int64_t(at + each) * g.hidden, numbers + int64_t(each) * g.hidden)) return nullptr;
-      multiply(numbers, g.hidden, together, g.hidden, basis.forward, basis.rank, sums);
+      product.multiply(numbers, g.hidden, together, g.hidden, basis.forward, basis.rank, sums, stride);
       for (int each = 0; each < together; ++each) {
-        int last = coefficients_of(basis, sums + int64_t(each) * basis.rank, coefficients + int64_t(at + each) * basis.rank);
-        if (last < 0) return nullptr;
-        used = std::max(used, last);
+        int16_t* own = coefficients + int64_t(at + each) * basis.rank;
+        if (!coefficients_of(basis, sums + each * stride, own)) return nullptr;
+        int last = basis.rank;
+        while (last > used && own[last - 1] == 0) --last;
+        used = last;
       }
     }
     uint16_t head[2] = {uint16_t(used), uint16_t(code)};
@@ -110,31 +115,28 @@ struct TransformEncoder {
       rotation_of(*job.profile, uint32_t(job.start + token), rotation);
       rotate(*job.profile, rotation, g.hidden, true, row);
     }
-    int64_t squares = 0;
-    bool in = true;
+    int over = 0;
     for (int c = 0; c < g.hidden; ++c) {
       float number = rintf((row[c] - basis.mean[c]) * factors[c]);
       bool small = fabsf(number) <= 32767.0f;
-      in = in && small;
-      int whole = small ? int(number) : 0;
-      to[c] = int16_t(whole);
-      squares += whole * whole;
+      over |= !small;
+      to[c] = int16_t(int(small ? number : 0.0f));
     }
-    return in && squares < kMostSquares;
+    int64_t squares = 0;
+    for (int c = 0; c < g.hidden; ++c) squares += int32_t(to[c]) * int32_t(to[c]);
+    return over == 0 && squares < kMostSquares;
   }
 
-  // How many components there are up to the last that is not zero; -1 where one is too large.
-  int coefficients_of(const KvzBasis& basis, const int32_t* from, int16_t* to) const {
-    int used = 0;
-    bool in = true;
+  // One token's components in whole steps; false where one is too large.
+  bool coefficients_of(const KvzBasis& basis, const int32_t* from, int16_t* to) const {
+    int over = 0;
     for (int j = 0; j < basis.rank; ++j) {
-      int shift = shift_of(basis, j);
-      float value = rintf(float(from[j]) * (kOfUnit * float(1 << shift)));
-      in = in && fabsf(value) <= float(32767 >> shift);
-      to[j] = in ? int16_t(value) : int16_t(0);
-      used = to[j] != 0 ? j + 1 : used;
+      float value = rintf(float(from[j]) * units[j]);
+      bool in = fabsf(value) <= limits[j];
+      to[j] = int16_t(int(in ? value : 0.0f));
+      over |= !in;
     }
-    return in ? used : -1;
+    return over == 0;
   }
 
   Kept tile(const KvzBasis& basis, int first, int width, int rows, int64_t limit, uint8_t* out) {
@@ -208,8 +210,12 @@ struct TransformDecoder {
     const KvzBasis& basis = job.bases[plane];
     const Header& h = stream.header;
     int inner = used + (used & 1);
-    int16_t* coefficients = arena.take<int16_t>(int64_t(kTogether) * (basis.rank + 2));
-    int32_t* sums = arena.take<int32_t>(int64_t(kTogether) * g.hidden);
+    int64_t stride = sums_of_token(g.hidden);
+    int16_t *coefficients = arena.take<int16_t>(basis.rank + 64), *shifts = arena.take<int16_t>(basis.rank);
+    int32_t* sums = arena.take<int32_t>(kTogether * stride);
+    SparseProduct product(arena, basis.rank);
+    for (int j = 0; j < basis.rank; ++j) shifts[j] = int16_t(shift_of(basis, j));
+    for (int j = 0; j < inner; j += 2) product.shifts[j / 2] = uint8_t(std::min(shifts[j], shifts[j + 1]));
     float *row = arena.take<float>(g.hidden), *factors = arena.take<float>(g.hidden), *rotation = arena.take<float>(g.hidden);
     for (int c = 0; c < g.hidden; ++c) factors[c] = kSteps[code] * kOfSum / basis.scale[c];
     CoefficientReader* readers = arena.take<CoefficientReader>(bands);
@@ -224,15 +230,16 @@ struct TransformDecoder {
     }
     for (int at = 0; at < rows; at += kTogether) {
       int together = std::min(kTogether, rows - at);
+      product.clear();
       for (int each = 0; each < together; ++each) {
-        int16_t* own = coefficients + int64_t(each) * (basis.rank + 2);
-        own[used] = 0;
-        for (int band = 0; band < bands; ++band) readers[band].row(own + band * h.band);
-        for (int j = 0; j < used; ++j) own[j] = int16_t(uint16_t(own[j]) << shift_of(basis, j));
+        std::fill(coefficients + used, coefficients + used + 33, int16_t(0));
+        for (int band = 0; band < bands; ++band) readers[band].row(coefficients + band * h.band);
+        for (int j = 0; j < used; ++j) coefficients[j] = int16_t(uint16_t(coefficients[j]) << shifts[j]);
+        product.add_row(each, coefficients, inner);
       }
-      multiply(coefficients, basis.rank + 2, together, inner, basis.backward, g.hidden, sums);
+      product.multiply(together, inner, basis.backward, g.hidden, sums, stride);
       for (int each = 0; each < together; ++each)
-        write_token(plane, token + at + each, basis, sums + int64_t(each) * g.hidden, row, factors, rotation, to + int64_t(at + each) * g.hidden);
+        write_token(plane, token + at + each, basis, sums + each * stride, row, factors, rotation, to + int64_t(at + each) * g.hidden);
     }
     for (int band = 0; band < bands; ++band) {
       offset = stream.tile_begin(tile + band) - job.stream;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
 
 import another_decoder
@@ -46,6 +47,43 @@ def test_every_processor_and_who_reads_the_document_agree(
     largest = torch.finfo(dtype).max
     expected = torch.from_numpy(other.values).clamp(-largest, largest).to(dtype)
     assert torch.equal(read[0][:, 0][summed].float(), expected[summed].float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("heads", "size", "tokens"), [(5, 206, 67), (2, 66, 131), (5, 14, 90)])
+def test_products_are_alike_with_components_at_the_limits_of_a_byte(
+    heads: int, size: int, tokens: int, dtype: torch.dtype
+) -> None:
+    """More channels and tokens than are multiplied at once, no multiples of any vector, and sums that fill 16 bits."""
+    hidden = heads * size
+    generator = torch.Generator().manual_seed(tokens)
+    profile = profile_like(torch.empty(1, 1, tokens, hidden), heads=heads, rotary=0.0, sigma=1.0)
+    assert profile.transform is not None
+    components, exponents = profile.transform.bases[0][0], profile.transform.exponents[0][0]
+    rank = len(exponents)
+    limits = torch.tensor([1, -1, 2, 63, -64, 65, 126, 127, -127, 128, -128, 129, 300])
+    wanted = limits[torch.randint(len(limits), (tokens, rank), generator=generator)]
+    wanted[torch.rand(tokens, rank, generator=generator) < 0.96] = 0
+    basis = components.double() / 127 * 2.0 ** -exponents[:, None].double()
+    kv = 0.5 * wanted.double() @ basis / profile.transform.scales[0] + profile.transform.means[0]
+    kv = kv.to(dtype)[None, None]
+    how = Settings(Mode.KLT, min(40, hidden), 0, 0.5, profile=NativeProfile(profile))
+    blobs = [[bytes(each) for each in streams.encode(kv, how, start=0, with_instructions=which)] for which in SETS]
+    assert struct.unpack_from("<2H", blobs[0][0], 52)[1] > 0, "it is not transformed"
+    assert all(blob == blobs[0] for blob in blobs)
+    read = [bits(decoded(blobs[0], kv, Mode.KLT, which, how.profile)) for which in SETS]
+    assert all(torch.equal(one, read[0]) for one in read)
+
+
+def test_blocks_without_components_are_the_means() -> None:
+    profile = profile_like(torch.empty(1, 1, 70, 64), rotary=0.0)
+    assert profile.transform is not None
+    kv = profile.transform.means[:, :, None].expand(1, 1, 70, 64).contiguous()
+    how = Settings(Mode.KLT, 64, 0, 0.5, profile=NativeProfile(profile))
+    blob = streams.encode(kv, how, start=0)
+    for which in SETS:
+        decoded(streams.encode(kv + 1, how, start=0), kv, Mode.KLT, which, how.profile)  # leaves sums in memory
+        assert torch.equal(decoded(blob, kv, Mode.KLT, which, how.profile), kv)
 
 
 def transformed(kv: torch.Tensor, profile: Profile, step: float, start: int | None = 0) -> tuple[torch.Tensor, int]:
