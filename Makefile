@@ -54,13 +54,13 @@ lint: $(READY) ## ruff, and mypy --strict on core and the tools
 
 test: $(READY) ## every test that is not slow, and beside them lint and types, which use one core
 	@$(MAKE) --no-print-directory lint >$(VENV)/lint.log 2>&1 & lint=$$!; \
-	$(BIN)/pytest -m "not slow" -n logical --maxprocesses 8 --dist loadfile; tests=$$?; \
+	$(BIN)/pytest -m "not slow" -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder; tests=$$?; \
 	wait $$lint; lint=$$?; cat $(VENV)/lint.log; exit $$((tests + lint))
 
 test-full: $(SERVERS_READY) ## the slow tests; SIMULATION_OPS=1000000 simulates longer
 	@sh scripts/fuzzer.sh
 	$(BIN)/python -m pytest -m slow core/tests/test_simulation.py
-	$(BIN)/python -m pytest -m slow -n logical --maxprocesses 8 --dist loadfile --ignore=core/tests/test_simulation.py \
+	$(BIN)/python -m pytest -m slow -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder --ignore=core/tests/test_simulation.py \
 		core/tests testkit/tests plugins/*/tests plugins/*/tests_servers tests
 
 $(SERVERS_READY): $(READY) scripts/servers_requirements.txt scripts/servers.sh

@@ -131,13 +131,33 @@ def short_path() -> Iterator[Path]:
         yield Path(short)
 
 
+_FIRST = {
+    "test_blend_evals.py",
+    "test_command.py",
+    "test_exit.py",
+    "test_fork.py",
+    "test_mutants.py",
+    "test_planner_model.py",
+    "test_road.py",
+    "test_simulation.py",
+    "test_soak.py",
+}
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Requirements that a class of the kit's names in `slow` are: a variant's, which start a process each."""
+    """Requirements that a class of the kit's names in `slow` are: a variant's, which start a process each.
+
+    A worker begins with files of a few long tests, which at the end would keep one worker busy and the others idle, and
+    with those that fork, which costs the more the larger a process has become. Then those of many tests.
+    """
     for item in items:
         for requirement in getattr(getattr(item, "cls", None), "slow", ()):
             if item.name.startswith(f"test_{requirement}_"):
                 item.add_marker("slow")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        tests = Counter(item.path for item in items)
+        items.sort(key=lambda item: (item.path.name not in _FIRST, -tests[item.path], item.path))
 
 
 def pytest_collection_finish() -> None:

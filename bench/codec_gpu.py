@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import bare  # noqa: F401 - before kvloom
 import torch
 from table import RESULTS, SPEC
 

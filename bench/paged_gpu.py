@@ -26,18 +26,18 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
+import bare
 import numpy as np
 import torch
 from table import RESULTS, SPEC
 
-from kvloom import Chunk, ChunkKey, Engine, KVSpec, MemoryFormat, Registry, Segment
+from kvloom import Chunk, ChunkKey, KVSpec, MemoryFormat, Segment
 from kvloom_connector_vllm import native
 from kvloom_connector_vllm.paged import cuda
 from kvloom_connector_vllm.paged.blocks import VLLMConnector
 from kvloom_connector_vllm.paged.connector import PagedConnector
 from kvloom_connector_vllm.paged.cuda import PagedCudaConnector
 from kvloom_connector_vllm.paged.settings import Geometry, VLLMConfig
-from kvloom_testkit.devices.simulated import SimulatedDevice
 
 REHEARSE = "--rehearse" in sys.argv
 ON = "cpu" if REHEARSE else "cuda"
@@ -81,6 +81,8 @@ def work_of(chunks: int) -> Work:
 
 def main() -> None:
     if REHEARSE:
+        from kvloom_testkit.devices.simulated import SimulatedDevice
+
         pretend()
         with SimulatedDevice(0).installed():
             measure()
@@ -91,6 +93,8 @@ def main() -> None:
 
 
 def measure() -> None:
+    if bare.MISSING:
+        print(f"left out, because there is no {', '.join(bare.MISSING)}: an engine's load from memory")
     name = "a rehearsal" if REHEARSE else torch.cuda.get_device_name()
     how = f"torch {torch.__version__}, CUDA {torch.version.cuda}; medians of {ROUNDS}, least and most; GB/s of bf16 KV."
     lines = [f"# {name}: pages", "", how, "", "| | chunks | GB/s | range | of the bus |", "|---|---|---|---|---|"]
@@ -220,7 +224,7 @@ def contenders(work: Work, direction: str) -> dict[str, Callable[[], object]]:
         "one cudaMemcpyBatchAsync of pages": batch_of_pages(work, direction),
         "a cudaMemcpyAsync for each page": page_by_page(work, direction),
     }
-    if direction == "write":
+    if direction == "write" and not bare.MISSING:
         runs["an engine's load from memory, type: vllm"] = loaded(work)
     if (peer := lmcache_kernel(work, direction)) is not None:
         runs["LMCache's kernel"] = peer
@@ -280,6 +284,8 @@ def blocks_moved(work: Work, direction: str) -> Callable[[], object]:
 def loaded(work: Work) -> Callable[[], object]:
     """Through the engine: segments that the memory tier holds, from its pinned pool into the pages."""
     connector, chunks, where = by_blocks(work)
+    from kvloom import Engine, Registry
+
     plugins = [EntryPoint(name, name, "kvloom.v1") for name in ("kvloom.builtin", "kvloom_connector_vllm")]
     engine = Engine.open(
         {

@@ -6,23 +6,23 @@
 # Parts: `build` compiles the libraries into the source tree; `test` compares them with processors; `memcheck` and
 # `racecheck` run some of those tests under compute-sanitizer; `codec` and `paged` write bench/results/<gpu>*.md. Without a
 # part: all tests.
-# Needs nvcc, g++, and a Python with what is named below: for `build codec` little more than torch. `PYTHONPATH` is kept: packages may lie in a folder of their own.
+# Needs nvcc, g++, and a Python with what is named below: torch and numpy, and more for the tests. `PYTHONPATH` is kept: packages may lie in a folder of their own.
 set -eu
 python=${1:-python3}
 [ $# -gt 0 ] && shift
 [ $# -gt 0 ] || set -- build test memcheck racecheck
 
-codec_only=yes
+tests=no
 for part in "$@"; do
-    case $part in build | codec) ;; *) codec_only=no ;; esac
+    case $part in test | memcheck | racecheck) tests=yes ;; esac
 done
 
-"$python" - "$codec_only" <<'NEEDS'
+"$python" - "$tests" <<'NEEDS'
 import importlib.util, sys
 
-needed = ("torch", "numpy", "pluggy")  # the codec alone; pluggy comes with pytest
-if sys.argv[1] == "no":
-    needed += ("pydantic", "yaml", "xxhash", "safetensors", "pytest", "hypothesis")
+needed = ("torch", "numpy")  # bench/bare.py stands in for the others
+if sys.argv[1] == "yes":
+    needed += ("pluggy", "pydantic", "yaml", "xxhash", "safetensors", "pytest", "hypothesis")
 missing = [name for name in needed if importlib.util.find_spec(name) is None]
 if missing:
     sys.exit(f"{sys.executable} has no {', '.join(missing)}: install them, or unpack their wheels into a folder and name it in PYTHONPATH")
@@ -72,9 +72,8 @@ build() {
     start g++ $exact -shared $rotate -pthread -o $blend/src/kvloom_blend/libkvrotate.so
     for each in $running; do wait "$each"; done
     g++ -shared "$objects"/*.o -pthread -o $codec/src/kvloom_serde_cachegen/libkvz.so
-    "$python" -c 'from kvloom_serde_cachegen import device; print(device.about()); assert device.library()'
-    [ $codec_only = yes ] ||
-        "$python" -c 'from kvloom_connector_vllm import native; print(native.about_kernels()); assert native.kernels()'
+    "$python" -c 'import bare; from kvloom_serde_cachegen import device; print(device.about()); assert device.library()'
+    "$python" -c 'import bare; from kvloom_connector_vllm import native; print(native.about_kernels()); assert native.kernels()'
 }
 
 sanitized() { # tool, tests. torch asks for what a driver may not have, and goes on: not an error here

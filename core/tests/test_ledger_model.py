@@ -11,7 +11,14 @@ import pytest
 from core_support import PromptLedger as Ledger
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from ledger_support import Clock
 
 from kvloom import ChunkKey, Entry
@@ -345,7 +352,12 @@ TestLedgerMachine.settings = settings(
 
 
 @pytest.mark.slow
-class TestLedgerMachineLong(LedgerMachine.TestCase):
-    settings = settings(
-        max_examples=1000, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+@pytest.mark.parametrize("part", range(8))
+def test_the_ledger_in_many_steps(part: int) -> None:
+    """In parts, since hypothesis keeps all that it tried in a run."""
+    run_state_machine_as_test(
+        LedgerMachine,
+        settings=settings(
+            max_examples=125, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        ),
     )

@@ -309,14 +309,14 @@ class Planted(NamedTuple):
 
 
 PLANTS: dict[Plant, Planted] = {
-    checksum_not_checked: Planted(("wrong bytes",), 2013),
+    checksum_not_checked: Planted(("wrong bytes",), 2022),
     eviction_of_a_leased_buffer: Planted(("wrong bytes", "memory reused"), 2000),
     lost_wake_up: Planted(("past deadline", "deadlock", "no progress"), 2000),
-    double_free: Planted(("double free", "memory reused"), 2007),
+    double_free: Planted(("double free", "memory reused"), 2014),
     abandoned_memory_reused_at_once: Planted(("late write",), 2002),
     late_write_resurrects: Planted(("resurrected", "served after removal"), 2045),
     deadline_not_enforced: Planted(("past deadline", "deadlock"), 2000),
-    deadline_for_each_call: Planted(("past deadline",), 2007),
+    deadline_for_each_call: Planted(("past deadline",), 2018),
     expired_is_served: Planted(("served expired",), 2041),
     removal_not_counted: Planted(("accounts",), 2006),
     capacity_ignored_by_writes: Planted(("over a bound",), 2000),
@@ -326,10 +326,10 @@ PLANTS: dict[Plant, Planted] = {
     lease_forgotten: Planted(("leaked lease", "accounts"), 2000),
     batch_in_another_order: Planted(("wrong bytes",), 2003),
     batch_of_writes_is_one_write: Planted(("memory reused",), 2001),
-    layer_not_checked: Planted(("wrong bytes",), 21000),
+    layer_not_checked: Planted(("wrong bytes",), 21004),
     layers_go_on_growing: Planted(("wrong bytes", "wrong mask"), 2000),
-    pieces_of_any_prompt: Planted(("wrong bytes",), 2100),
+    pieces_of_any_prompt: Planted(("wrong bytes",), 2115),
     mapped_memory_not_asked_about: Planted(("wrong bytes",), 2157),
-    mapped_memory_closed_with_its_first_lease: Planted(("wrong bytes", "memory reused"), 2000),
+    mapped_memory_closed_with_its_first_lease: Planted(("wrong bytes", "memory reused"), 2018),
     removal_leaves_pieces: Planted(("served after removal", "resurrected"), 2005),
 }

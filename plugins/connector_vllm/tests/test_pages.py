@@ -98,19 +98,15 @@ class KnownMemory(PagedMemory):
         return {**super().where, "order": self._order}
 
     def kv(self) -> torch.Tensor:
-        planes, hidden = self._spec.kv_planes, self._spec.hidden_dim
-        kv = torch.empty(self._spec.blob_shape(len(self._blocks) * BLOCK_TOKENS), dtype=self._spec.torch_dtype)
-        for layer, view in enumerate(self._pages):
-            for index, block in enumerate(self._blocks):
-                page = view[block][self._order].view(planes, BLOCK_TOKENS, hidden)
-                kv[:, layer, index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS] = page
-        return kv
+        pages = torch.stack([view[self._blocks][:, self._order] for view in self._pages]).cpu()
+        shape = (len(pages), len(self._blocks), self._spec.kv_planes, BLOCK_TOKENS, self._spec.hidden_dim)
+        return pages.view(shape).permute(2, 0, 1, 3, 4).flatten(2, 3)
 
     def set_kv(self, kv: torch.Tensor) -> None:
-        for layer, view in enumerate(self._pages):
-            for index, block in enumerate(self._blocks):
-                part = kv[:, layer, index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
-                view[block, self._order] = part.flatten().to(self.device)
+        blocks = torch.tensor(self._blocks, device=self.device)[:, None]
+        pages = kv.unflatten(2, (-1, BLOCK_TOKENS)).permute(1, 2, 0, 3, 4).flatten(2).to(self.device)
+        for view, layer in zip(self._pages, pages, strict=True):
+            view[blocks, self._order] = layer
 
 
 @pytest.mark.usefixtures("by")

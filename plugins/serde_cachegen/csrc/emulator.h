@@ -2,6 +2,7 @@
 // exact: what the threads of a warp tell each other, and who waits for whom, is as on a GPU. A block whose threads wait
 // for what never comes ends the process, with a word.
 #pragma once
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cstdint>
@@ -28,9 +29,8 @@ struct Meeting {  // Where threads wait for each other.
 
 struct Emulated {
   struct Fibre {
-    ucontext_t context;
-    std::unique_ptr<char[]> stack;
-    bool done = false;
+    jmp_buf context;
+    bool begun = false, done = false;
   };
   std::vector<Fibre> fibres;
   std::vector<Meeting> warps;
@@ -38,7 +38,7 @@ struct Emulated {
   Meeting all;
   std::vector<uint8_t> shared;
   std::function<void()> body;
-  ucontext_t scheduler;
+  jmp_buf scheduler;
   int current = 0;
   int64_t number = 0, count = 0, meetings = 0;
 };
@@ -50,13 +50,18 @@ inline int64_t block() { return emulated->number; }
 inline int64_t blocks() { return emulated->count; }
 inline uint8_t* shared_memory() { return emulated->shared.data(); }
 
+// swapcontext would ask the system for the signal mask each time.
+inline void leave() {
+  if (!_setjmp(emulated->fibres[size_t(emulated->current)].context)) _longjmp(emulated->scheduler, 1);
+}
+
 inline void meet(Meeting& meeting) {
   int64_t round = meeting.round;
   if (++meeting.arrived == meeting.expected) {
     meeting.arrived = 0, meeting.round += 1, emulated->meetings += 1;
     return;
   }
-  while (meeting.round == round) swapcontext(&emulated->fibres[size_t(emulated->current)].context, &emulated->scheduler);
+  while (meeting.round == round) leave();
 }
 inline void sync_block() { meet(emulated->all); }
 inline void sync_warp() { meet(emulated->warps[size_t(thread() / 32)]); }
@@ -127,29 +132,36 @@ inline bool first_to_set(int32_t* place, int32_t value) {
 inline void enter() {
   emulated->body();
   emulated->fibres[size_t(emulated->current)].done = true;
-  swapcontext(&emulated->fibres[size_t(emulated->current)].context, &emulated->scheduler);
+  leave();
+}
+
+inline void resume(Emulated::Fibre& fibre, char* stack, size_t size) {
+  if (_setjmp(emulated->scheduler)) return;
+  if (fibre.begun) _longjmp(fibre.context, 1);
+  fibre.begun = true;
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = stack, context.uc_stack.ss_size = size;
+  context.uc_link = nullptr;
+  makecontext(&context, enter, 0);
+  setcontext(&context);
 }
 
 inline void emulate(int64_t blocks, int thread_count, size_t shared_bytes, std::function<void()> body) {
   constexpr size_t kStack = 128 * 1024;
+  static thread_local std::vector<std::unique_ptr<char[]>> stacks;
+  while (stacks.size() < size_t(thread_count)) stacks.emplace_back(new char[kStack]);
   Emulated machine;
   emulated = &machine;
   machine.body = std::move(body);
   machine.count = blocks;
   machine.fibres.resize(size_t(thread_count));
-  for (auto& fibre : machine.fibres) fibre.stack.reset(new char[kStack]);
   for (machine.number = 0; machine.number < blocks; ++machine.number) {
     machine.warps.assign(size_t((thread_count + 31) / 32), Meeting{32, 0, 0});
     machine.told.assign(machine.warps.size() * 64, 0);
     machine.all = Meeting{thread_count, 0, 0};
     machine.shared.assign(shared_bytes, 0xA5);
-    for (auto& fibre : machine.fibres) {
-      fibre.done = false;
-      getcontext(&fibre.context);
-      fibre.context.uc_stack.ss_sp = fibre.stack.get(), fibre.context.uc_stack.ss_size = kStack;
-      fibre.context.uc_link = nullptr;
-      makecontext(&fibre.context, enter, 0);
-    }
+    for (auto& fibre : machine.fibres) fibre.begun = fibre.done = false;
     for (bool busy = true; busy;) {
       busy = false;
       int64_t before = machine.meetings;
@@ -157,7 +169,7 @@ inline void emulate(int64_t blocks, int thread_count, size_t shared_bytes, std::
       for (machine.current = 0; machine.current < thread_count; ++machine.current) {
         auto& fibre = machine.fibres[size_t(machine.current)];
         if (fibre.done) continue;
-        swapcontext(&machine.scheduler, &fibre.context);
+        resume(fibre, stacks[size_t(machine.current)].get(), kStack);
         busy = busy || !fibre.done, ended = ended || fibre.done;
       }
       if (busy && !ended && machine.meetings == before) {

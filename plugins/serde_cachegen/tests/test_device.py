@@ -36,7 +36,7 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         return kernels
     compiler = shutil.which("c++") or pytest.skip("no C++ compiler to emulate the kernels with")
     built = tmp_path_factory.mktemp("emulated") / "libkvz_emulated.so"
-    options = ["-std=c++17", "-O0", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno"]
+    options = ["-std=c++17", "-Og", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno"]
     subprocess.run([compiler, *options, "-x", "c++", SOURCE, "-o", built], check=True)
     return device.declared(ctypes.CDLL(str(built)))
 

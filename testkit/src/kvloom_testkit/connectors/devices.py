@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvloom import Segment
+from kvloom_testkit import effort
 from kvloom_testkit.connectors.memories import ConnectorHarness, done, fill, filled, same
 from kvloom_testkit.devices.simulated import SimulatedDevice, host_of
 from kvloom_testkit.running import together
@@ -43,7 +44,7 @@ class DeviceRequirements:
         """
         if not _queues(opened()):
             pytest.skip("it queues nothing by kvloom.device")
-        for seed in range(_SEEDS):
+        for seed in range(effort.rounds(_SEEDS)):
             on_device: list[Any] = []
             pageable = partial(_elsewhere, on_device) if seed % 2 else _nothing
             device = SimulatedDevice(seed, pageable=pageable)

@@ -85,8 +85,7 @@ class ConnectorHarness:
 
     def _chunk(self, num_tokens: int, poison: int) -> Chunk:
         tensor = torch.empty(self.connector.shape(num_tokens), dtype=self.spec.torch_dtype, device="meta")
-        like = Chunk(torch.empty_like(tensor, device="cpu"), self.connector.format, num_tokens)
-        return room_for(like, poison)
+        return room_for(Chunk(tensor, self.connector.format, num_tokens), poison)
 
     def part(self, kv: torch.Tensor, segment: Segment) -> torch.Tensor:
         """A segment's part of `kv()`: a view."""
