@@ -232,6 +232,12 @@ class KVSpec:
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
+    @property
+    def identity(self) -> str:
+        """Model, weights, config and adapters, without the hardware and kernels that computed the KV."""
+        weights, _, _ = self.revision.partition(", on ")
+        return ", ".join([self.model, weights, *self.adapters])
+
     def blob_shape(self, num_tokens: int) -> tuple[int, int, int, int]:
         """The shape of a KV_BLOB chunk of `num_tokens` tokens."""
         return (self.kv_planes, self.num_layers, num_tokens, self.hidden_dim)

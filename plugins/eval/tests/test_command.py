@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from kvloom import KVLoomError
-from kvloom_eval import running
+from kvloom_eval import command, running
 from kvloom_eval.command import evaluate
 from kvloom_eval.scores import statistics
 from kvloom_serde_cachegen import Profile
@@ -133,6 +135,20 @@ def test_a_blended_item_that_was_cut_off_is_made_whole(folder: Path, tmp_path: P
         assert small(folder, tmp_path, *words).exit_code == 0
         again = json.loads((tmp_path / "results.json").read_text())["blending"]
         assert [each["items"] for each in again["tasks"]] == [2]
+
+
+def test_the_progress_bar_is_full_at_the_end(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, totals = [], []
+
+    @contextmanager
+    def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+        totals.append(total)
+        yield lambda: calls.append(what)
+
+    monkeypatch.setattr(command, "_progress", progress)
+    monkeypatch.setattr(running, "SCREENED", 2)
+    result = small(folder, tmp_path, "--tasks", "needle,text", "--codec", "int8", "--quick", "--items", 3)
+    assert result.exit_code == 0 and totals == [len(calls)] == [3 + 2 + 2]
 
 
 def test_what_cannot_be_measured_is_refused(folder: Path, tmp_path: Path) -> None:

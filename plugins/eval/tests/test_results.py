@@ -57,3 +57,26 @@ def test_the_page_has_a_row_for_each(rows: Rows, tmp_path: Path) -> None:
     assert "The profile has 1,234 bytes" in page
     report.draw_codecs(found, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("executors", [["none"], ["none", "epic/0.1"]], ids=str)
+def test_a_chart_of_executors_begins_at_zero_and_has_each(
+    executors: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    made = Rows(tmp_path / "rows.jsonl", {})
+    for item in range(4):
+        made.add([
+            row(item, "no context, blend", [0, 0]),
+            row(item, "full prefill", [1, 1], chance=0.25, tokens=500, share=1.0),
+            *(row(item, each, [1, 0], share=0.2) for each in executors),
+        ])  # fmt: skip
+    drawn = []
+    monkeypatch.setattr(figure, "savefig", lambda self, file, dpi: drawn.append(self))
+    found = results.of_blending(made, ["recall/512"], ["full prefill", *executors])
+    report.draw_blending(found, tmp_path / "chart.png")
+    (axes,) = drawn[0].axes
+    assert axes.get_xlim()[0] == 0
+    names = [each.get_label() for each in axes.lines]
+    assert (executors[-1].partition("/")[0]) in names
+    assert "| no context |" in "\n".join(report.blend_table(found))

@@ -10,9 +10,10 @@ import torch
 import transformers
 
 from kvloom import KVLoomError
-from kvloom_eval import TASKS, judge
+from kvloom_eval import judge, steps
 from kvloom_eval.codecs import parsed
 from kvloom_eval.scores import statistics
+from kvloom_eval.tasks import TASKS
 
 
 def test_scores_are_of_each_codec_and_task_that_counts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,7 +25,7 @@ def test_scores_are_of_each_codec_and_task_that_counts(folder: Path, monkeypatch
 
     found = judge(model, tokenizer, codecs, items=2, step=lambda: calls.append(1))
 
-    assert len(calls) == 2 * len(TASKS)
+    assert len(calls) == steps(2) == 4 * len(TASKS)
     assert set(found) == {"int8", "zero"} and set(found["int8"]) == {f"{task}/768" for task in TASKS}
     for same in found["int8"].values():
         assert same["codec"] == same["exact"] and same["low"] == same["high"] == 0.0

@@ -12,7 +12,7 @@ import torch
 from profiles import profile_of
 
 from kvloom import Chunk, ConfigError, Engine, KVSpec, MemoryFormat
-from kvloom_serde_cachegen.profile import Verdict, identity_of
+from kvloom_serde_cachegen.profile import Verdict
 from kvloom_serde_cachegen.serializer import CacheGenSerializer
 
 SPEC = KVSpec("Llama", 2, 2, 32, "bfloat16", revision="weights 1, config 2, on cpu: attention sdpa")
@@ -29,7 +29,7 @@ def profile(tmp_path: Path) -> Any:
     """Writes a profile of the model of SPEC, with changes."""
 
     def write(**change: Any) -> Path:
-        profile_of(**{"identity": identity_of(SPEC), "verdicts": {}, **change}).save(tmp_path / "profile")
+        profile_of(**{"identity": SPEC.identity, "verdicts": {}, **change}).save(tmp_path / "profile")
         return tmp_path / "profile"
 
     return write

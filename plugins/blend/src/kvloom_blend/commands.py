@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from .scoring import Scoring
     from .verify import Finding, Quality
 
 _FILE = {"exists": True, "dir_okay": False, "readable": True}
@@ -53,11 +54,27 @@ def verify(
     max_kl: Annotated[
         float | None, typer.Option(min=0, help="Maximum KL at 15 %, in nats a token (default: no limit).")
     ] = None,
+    tasks: Annotated[
+        int, typer.Option(metavar="ITEMS", min=0, help="Items of each task of `kvloom eval` to score.")
+    ] = 0,
+    ratio: Annotated[
+        list[float] | None,
+        typer.Option(min=0, max=1, help="With --tasks: the ratio to score; may be given again (default: 0.15)."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --tasks: file for the verdicts, for `blend.verdict` (default: MODEL.verdicts, here).",
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file of verdicts.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check whether a model can be blended, and measure the loss at each recompute ratio.
 
-    Exit status: 1 if a limit is missed, 2 if the model cannot be blended at all.
+    Tasks are scored in the first dtype. Exit status: 1 if a limit is missed or a task is answered worse, 2 if the model
+    cannot be blended at all.
     """
     from kvloom import ConfigError
 
@@ -66,6 +83,7 @@ def verify(
     from .demo.texts import module_texts, read_texts
 
     checks.check_budgeted(executor)  # before a model is loaded
+    scoring = _scoring(model, executor, tasks, ratio, out, force) if tasks or ratio or out or force else None
     try:
         texts = read_texts(prompts) if prompts else module_texts()
     except ValueError as error:
@@ -75,7 +93,9 @@ def verify(
     measured: list[Quality] = []
     for number, each in enumerate(dtypes):
         name = each.value
-        findings[name], found = _tried(model, name, texts, executor, tokens, measure=number == 0)
+        findings[name], found = _tried(
+            model, name, texts, executor, tokens, measure=number == 0, scoring=None if number else scoring
+        )
         measured = measured or found
     missed = [f"{name}: {one.what}" for name, several in findings.items() for one in several if not one.holds]
     missed += [
@@ -83,10 +103,14 @@ def verify(
         for one in measured
         if max_kl is not None and one.ratio == _LIMITED_RATIO and not one.agreement.kl <= max_kl
     ]
+    if scoring is not None:
+        missed += scoring.save(missed)
     if as_json:
         found = {name: [{**asdict(one), "holds": one.holds} for one in several] for name, several in findings.items()}
         ratios = [asdict(one) for one in measured]
         made = {"model": model, "executor": executor, "failed": missed, "findings": found, "ratios": ratios}
+        if scoring is not None:
+            made |= {"verdicts": scoring.verdicts}
         print(json.dumps(made, indent=2))
     else:
         _print_findings(findings)
@@ -100,6 +124,8 @@ def verify(
                 for one in measured
             ],
         )  # fmt: skip
+        if scoring is not None:
+            scoring.print()
         typer.echo("\n".join(f"FAILED {what}" for what in missed) or "ok     it can be blended")
     if missed:
         raise typer.Exit(1)
@@ -109,7 +135,7 @@ _LIMITED_RATIO = 0.15
 
 
 def _tried(
-    model: str, dtype: str, texts: list[str], executor: str, tokens: int, *, measure: bool
+    model: str, dtype: str, texts: list[str], executor: str, tokens: int, *, measure: bool, scoring: Scoring | None
 ) -> tuple[list[Finding], list[Quality]]:
     """Everything about a model in one dtype. Raises ConfigError for one that cannot be blended."""
     from kvloom import ConfigError
@@ -132,9 +158,31 @@ def _tried(
             subject.remember()
             findings = list(checks.rotations_hold(loading, subject.blended.runner.rotations, step=step))
             findings += checks.identities_hold(subject, chosen, step=step)
-            return findings, list(checks.qualities(subject, executor, step=step)) if measure else []
+            measured = list(checks.qualities(subject, executor, step=step)) if measure else []
     finally:
         subject.close()
+    if scoring is not None:
+        scoring.measure(loading, tokenizer, subject.spec)
+    return findings, measured
+
+
+def _scoring(
+    model: str, executor: str, tasks: int, ratios: list[float] | None, out: Path | None, force: bool
+) -> Scoring:
+    """Raises ConfigError for arguments that cannot work."""
+    from kvloom import ConfigError
+
+    from .scoring import Scoring
+
+    if tasks < 2:
+        raise ConfigError("--tasks", f"{tasks}; two or more, and with --ratio, --out and --force")
+    name = Path(model).resolve().name if Path(model).is_dir() else model.replace("/", "--")
+    out = out or Path(f"{name}.verdicts")
+    if not out.parent.is_dir():
+        raise ConfigError("--out", f"there is no directory {str(out.parent)!r}")
+    if out.exists() and not force:
+        raise ConfigError("--out", f"{out} exists; name another, or overwrite it with --force")
+    return Scoring(executor, list(dict.fromkeys(ratios or [_LIMITED_RATIO])), tasks, out)
 
 
 def _print_findings(findings: dict[str, list[Finding]]) -> None:

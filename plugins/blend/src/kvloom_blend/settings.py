@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, model_validator
@@ -17,6 +18,9 @@ class RatioConfig(Config):
 
     recompute_ratio: float = Field(default=0.15, ge=0.0, le=1.0, strict=True)
     """The share of the retrieved tokens that is computed again."""
+    verdict: Path | None = None
+    """A file of `kvloom blend verify --tasks`: without a good verdict on these settings and this model, no engine
+    opens."""
 
 
 class EpicConfig(RatioConfig):

@@ -10,10 +10,11 @@ from kvloom import hookimpl
 if TYPE_CHECKING:
     import typer
 
-    from kvloom_eval.tasks import TASKS as TASKS
     from kvloom_eval.verdicts import judge as judge
+    from kvloom_eval.verdicts import judge_blending as judge_blending
+    from kvloom_eval.verdicts import steps as steps
 
-_HOME = {"TASKS": "tasks", "judge": "verdicts"}
+_HOME = dict.fromkeys(("judge", "judge_blending", "steps"), "verdicts")
 __all__ = sorted(_HOME)  # noqa: PLE0605
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvloom_eval.running import Plan
 
 _CALIBRATION_TOKENS, _QUICK_TOKENS, _WINDOW = 32_768, 8_192, 1024
-_QUICK_ITEMS, _QUICK_CONTEXT = 4, 512
+_ITEMS, _QUICK_ITEMS, _QUICK_CONTEXT = 24, 4, 512
 
 
 def evaluate(
@@ -39,9 +39,12 @@ def evaluate(
     context: Annotated[
         list[int] | None, typer.Option(min=128, help="Tokens of the context; may be given again (default: 1024).")
     ] = None,
-    items: Annotated[int, typer.Option(min=2, help="Items of each task and context.")] = 24,
+    items: Annotated[
+        int | None, typer.Option(min=2, help="Items of each task and context (default: 24, 4 with --quick).")
+    ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A look in minutes: contexts of 512 tokens, 4 items of each task.")
+        bool,
+        typer.Option("--quick", help="A look in minutes: contexts of 512 tokens, 4 items of each task, unless given."),
     ] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder for rows, table and charts (default: eval-MODEL).")
@@ -76,7 +79,7 @@ def evaluate(
     if dtype not in ("float32", "bfloat16", "float16"):
         raise KVLoomError(f"--dtype: {dtype!r} is none of float32, bfloat16 and float16")
     contexts = list(dict.fromkeys(context or [_QUICK_CONTEXT if quick else _WINDOW]))
-    plan = running.Plan(chosen, contexts, _QUICK_ITEMS if quick else items, seed)
+    plan = running.Plan(chosen, contexts, items or (_QUICK_ITEMS if quick else _ITEMS), seed)
     place = out or Path(f"eval-{Path(model).resolve().name if Path(model).is_dir() else model.replace('/', '--')}")
     _evaluate(
         model, plan, wanted, _words(blend, ()), place, profile, quick=quick, plain=plain, device=device, dtype=dtype,
@@ -138,7 +141,7 @@ def _evaluate(
     profiles = {each.name: digest for each in wanted if each.needs_profile}
     run = Run(model, tokenizer, plan, rows, plain=plain, codecs=codecs, blender=blender, profiles=profiles)
     interrupted = False
-    with _progress("evaluating", len(list(plan.names()))) as step:
+    with _progress("evaluating", plan.steps) as step:
         try:
             run.run(step)
         except KeyboardInterrupt:

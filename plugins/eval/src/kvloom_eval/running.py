@@ -47,6 +47,15 @@ class Plan:
                     if task != TEXT or number < max(2, self.items // 3):
                         yield task, context, number
 
+    def screened(self) -> Iterator[tuple[str, int, int]]:
+        """The first items of each task, by which it is decided whether more is measured with it."""
+        return (each for each in self.names() if each[0] != TEXT and each[2] < SCREENED)
+
+    @property
+    def steps(self) -> int:
+        """The number of calls of `step` in a run."""
+        return sum(1 for _ in (*self.screened(), *self.names()))
+
 
 class Run:
     """Measures a model."""
@@ -72,20 +81,20 @@ class Run:
         self._windows: dict[int, torch.Tensor] = {}
 
     def run(self, step: Callable[[], None] = lambda: None) -> None:
-        """Measure what has no row yet. step: called after each item. Raises KVLoomError for items that cannot be
-        made.
+        """Measure what has no row yet. step: called `Plan.steps` times. Raises KVLoomError if an item cannot be made.
 
         First come a few items of each task with exact KV and without the context. Those that the model cannot do, or
         does without the context, are left at that.
         """
-        for task, context, number in self._plan.names():
-            if task != TEXT and number < SCREENED:
-                self._answers(task, context, number, {})
+        for task, context, number in self._plan.screened():
+            self._answers(task, context, number, {})
+            step()
         for task, context, number in self._plan.names():
             if task == TEXT:
                 self._text(context, number)
             elif not self._dropped(task, context):
-                self._answers(task, context, number, self._codecs)
+                if self._codecs:
+                    self._answers(task, context, number, self._codecs)
                 if self._blender is not None:
                     self._blends(self._blender, task, context, number)
             step()
@@ -150,7 +159,7 @@ class Run:
             alone = scoring.context_kv(self._model, prompt.without)
             answers = scoring.answers(self._model, alone, prompt.asked[:QUESTIONS])
             chance = sum(1 / len(each.choices) for each in prompt.asked[:QUESTIONS]) / len(exact)
-            made[0] |= {"chance": chance}
+            made[0] |= {"tokens": len(prompt.context), "chance": chance}
             made.insert(0, _row(name, f"{WITHOUT}, blend", answers, exact))  # first: a cut loses the last rows
         self._rows.add(made)
 

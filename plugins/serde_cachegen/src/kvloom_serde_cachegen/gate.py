@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvloom import KVSpec, one_line
-from kvloom_serde_cachegen.profile import Profile, identity_of
+from kvloom_serde_cachegen.profile import Profile
 
 _MEASURE = "run `kvloom calibrate --model MODEL --text FILE --verify`"
 _OR_NOT = "or take the risk with `codec_gate: off`"
@@ -38,9 +38,9 @@ def check(profile: Profile | None, spec: KVSpec, codec: str) -> None:
             f"{codec} is lossy, and its effect on {spec.model} was not measured: {_MEASURE} and name the file "
             f"it writes in `profile`, {_OR_NOT}"
         )
-    if profile.identity != identity_of(spec):
+    if profile.identity != spec.identity:
         raise ValueError(
-            f"the profile is of another model ({one_line(profile.identity)}; this is {identity_of(spec)}): {_MEASURE}, "
+            f"the profile is of another model ({one_line(profile.identity)}; this is {spec.identity}): {_MEASURE}, "
             f"{_OR_NOT}"
         )
     verdict = profile.verdicts.get(codec)

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors import torch as file_of
 
-from kvloom import KVLoomError, KVSpec, one_line
+from kvloom import KVLoomError, one_line
 
 FORMAT = "kvloom-kv-profile/1"
 POSITION_BITS = 24
@@ -130,7 +130,7 @@ class Profile:
     model: str
     """For people to read."""
     identity: str
-    """Weights and config, as `identity_of` has it."""
+    """Weights and config, as `KVSpec.identity` has it."""
     planes: int
     layers: int
     hidden: int
@@ -234,13 +234,6 @@ def _content(path: Path) -> bytes:
         if int.from_bytes(head, "little") > _MOST_HEADER_BYTES:
             raise CorruptProfileError(path, f"not a profile: a header of more than {_MOST_HEADER_BYTES} bytes")
         return head + file.read(_MOST_BYTES)
-
-
-def identity_of(spec: KVSpec) -> str:
-    """The identity of the KV that `spec` describes: weights, config and adapters, without the hardware that computed
-    it."""
-    weights, _, _ = spec.revision.partition(", on ")
-    return ", ".join([spec.model, weights, *spec.adapters])
 
 
 def rotations_of(frequencies: torch.Tensor) -> torch.Tensor:

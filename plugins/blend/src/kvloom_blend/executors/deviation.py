@@ -6,9 +6,10 @@ from typing import cast
 
 import torch
 
-from kvloom import BlendExecutor, BlendRequest, BlendSession, ConfigError, KVSpec
+from kvloom import BlendRequest, BlendSession, ConfigError, KVSpec
 
 from ..settings import CacheBlendConfig, DeviationConfig, HybridConfig, Metric
+from .budgeted import BudgetedExecutor
 from .session import Layer, SelectingSession
 from .static import attention_of
 
@@ -69,7 +70,7 @@ class CacheBlendSession(SelectingSession):
         return self.candidates if layer.number == 0 else None
 
 
-class CacheBlendExecutor(BlendExecutor):
+class CacheBlendExecutor(BudgetedExecutor):
     """`cacheblend`: computes the first layers for every token, and continues with those whose KV differs most."""
 
     type = "cacheblend"
@@ -107,7 +108,7 @@ class HybridSession(SelectingSession):
         return chosen
 
 
-class HybridExecutor(BlendExecutor):
+class HybridExecutor(BudgetedExecutor):
     """`hybrid`: half by deviation, half by what the question attends to. It costs a pass of the question more."""
 
     type = "hybrid"

@@ -9,6 +9,7 @@ import torch
 from kvloom import BlendExecutor, BlendOutput, BlendRequest, BlendSession
 
 from ..settings import EpicConfig, RatioConfig
+from .budgeted import BudgetedExecutor
 from .session import Layer, SelectingSession
 
 
@@ -62,7 +63,7 @@ class FullExecutor(BlendExecutor):
         return FullSession()
 
 
-class EpicExecutor(BlendExecutor):
+class EpicExecutor(BudgetedExecutor):
     """`epic`: computes the first tokens of each passage again, for it is these that draw attention where they should
     not once they stand in the middle of a prompt (EPIC's LegoLink)."""
 
@@ -106,13 +107,12 @@ def attention_of(request: BlendRequest, executor: str) -> torch.Tensor:
     return request.attention().float().cpu()
 
 
-class QuestionAttentionExecutor(BlendExecutor):
+class QuestionAttentionExecutor(BudgetedExecutor):
     """`question_attention`: computes the tokens again that the question attends to most, in a pass over the retrieved
     KV (as ProphetKV and A3 do). Alone it fails if the question finds its tokens by information that their retrieved
     KV lacks."""
 
     type = "question_attention"
-    Config = RatioConfig
 
     def begin(self, request: BlendRequest) -> BlendSession:
         config = cast(RatioConfig, self.config)

@@ -77,7 +77,7 @@ def blend_table(results: Results) -> list[str]:
         relative = "-" if one.mean is None or not whole else f"{100 * one.mean.mean / whole:.1f}"
         kl = "-" if one.answer_kl is None else f"{one.answer_kl:.3f}"
         words = [
-            one.name, share, seconds, _percent(one.mean), relative, _loss(one, FULL), kl,
+            one.name.removesuffix(", blend"), share, seconds, _percent(one.mean), relative, _loss(one, FULL), kl,
             *(_percent(one.tasks.get(task)) for task in kept), ", ".join(one.worse) or "-",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(words)} |")
@@ -137,7 +137,7 @@ def draw_blending(results: Results, file: Path) -> None:
         if each.share is not None and each.mean is not None and each.name != FULL:
             lines.setdefault(each.name.partition("/")[0], []).append(each)
     none = lines.pop("none", [])
-    for name, some in sorted(lines.items()):
+    for name, some in sorted(lines.items() or {"none": []}.items()):
         some = sorted([*none, *some], key=lambda each: each.share or 0)
         axes.plot(
             [100 * (each.share or 0) for each in some], [100 * each.mean.mean for each in some if each.mean],
@@ -150,6 +150,7 @@ def draw_blending(results: Results, file: Path) -> None:
             axes.axhspan(100 * each.mean.low, 100 * each.mean.high, color="grey", alpha=0.15)
             axes.axhline(100 * each.mean.mean, color="black", linewidth=1, label="full prefill (95 %)")
     axes.set(xlabel="rows computed, % of a whole prefill", ylabel="score, %")
+    axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)

@@ -15,7 +15,7 @@ from kvloom_connector_transformers import spec_of
 from kvloom_serde_cachegen import measuring
 from kvloom_serde_cachegen.calibration.rope import NO_ROPE, UnknownRopeError, rope_of
 from kvloom_serde_cachegen.calibration.statistics import Statistics
-from kvloom_serde_cachegen.profile import Profile, Verdict, identity_of, rotations_of
+from kvloom_serde_cachegen.profile import Profile, Verdict, rotations_of
 from kvloom_serde_cachegen.serializer import CacheGenSerializer
 from kvloom_serde_cachegen.settings import CodecConfig
 
@@ -62,7 +62,7 @@ def calibrated(
         step()
     profile = Profile(
         model=name,
-        identity=identity_of(spec),
+        identity=spec.identity,
         planes=spec.kv_planes,
         layers=spec.num_layers,
         hidden=spec.hidden_dim,

@@ -198,9 +198,9 @@ def _verify(
     with _progress("verifying", len(windows)) as step:
         verdicts = judged(model, windows, codecs, wanted.limits, dtype=spec.torch_dtype, step=step)
     if wanted.tasks:
-        from kvloom_eval import TASKS, judge
+        from kvloom_eval import judge, steps
 
-        with _progress("scoring", len(TASKS) * wanted.tasks) as step:
+        with _progress("scoring", steps(wanted.tasks)) as step:
             scores = judge(model, tokenizer, codecs, items=wanted.tasks, dtype=spec.torch_dtype, step=step)
         verdicts = {name: verdict.with_scores(scores[name]) for name, verdict in verdicts.items()}
     replace(profile, verdicts=verdicts).save(wanted.out)
