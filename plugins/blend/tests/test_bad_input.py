@@ -168,6 +168,18 @@ def test_a_model_that_cannot_be_run_on_some_tokens_is_refused_when_it_is_opened(
         blended(odd, config(NONE))
 
 
+def test_layers_with_a_window_are_refused() -> None:
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    shape = Llama4TextConfig(
+        vocab_size=500, hidden_size=64, intermediate_size=96, intermediate_size_mlp=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=1, attention_chunk_size=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match="Llama4ForCausalLM has layers with a window"):
+        blended(Llama4ForCausalLM(shape).eval(), config(NONE))
+
+
 @pytest.mark.parametrize("asked", [{"num_beams": 2}, {"num_return_sequences": 3}, {"use_cache": False}], ids=str)
 def test_generate_refuses_what_kv_cannot_serve(asked: dict[str, Any]) -> None:
     with blended(model(), config(NONE)) as it, pytest.raises(ValueError, match=next(iter(asked))):

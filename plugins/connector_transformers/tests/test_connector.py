@@ -183,14 +183,14 @@ def test_check_accepts(make: Callable[..., PreTrainedModel]) -> None:
 
 
 def test_check_refuses_by_name(make: Callable[..., PreTrainedModel]) -> None:
-    sliding = DynamicCache(config=make("mistral", sliding_window=8).config)
+    sliding = StaticCache(config=make("mistral", sliding_window=8).config, max_cache_len=9)
     for where, problem in (
         ({}, "cache: missing"),
         ({"cache": dynamic(1, 9), "kvcaches": 1}, "kvcaches: the transformers connector takes"),
         ({"cache": [1, 2]}, "cache: list, not a DynamicCache"),
         ({"cache": QuantizedCache.__new__(QuantizedCache)}, "cache: QuantizedCache, not"),
         ({"cache": DynamicCache()}, "holds nothing yet"),
-        ({"cache": sliding}, "layer 0 is a DynamicSlidingWindowLayer"),
+        ({"cache": sliding}, "layer 0 is a StaticSlidingWindowLayer, not a StaticLayer"),
         ({"cache": StaticCache(config=make("llama").config, max_cache_len=9)}, "call early_initialization"),
         ({"cache": dynamic(1, 9), "row": 1}, "row: 1 of a cache with 1 rows"),
         ({"cache": dynamic(1, 9), "row": True}, "row: True"),

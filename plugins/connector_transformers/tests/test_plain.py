@@ -59,12 +59,10 @@ GEMMA3N = {
 @pytest.mark.parametrize(
     ("family", "settings", "problem"),
     [
-        ("mistral", {"sliding_window": 64}, "layers 0-2: .*sliding"),
-        ("gemma2", {"head_dim": 8}, "layers 0, 2: .*sliding"),
-        ("gemma3_text", {"head_dim": 8, "num_hidden_layers": 7}, "layers 0-4, 6: .*sliding"),
         ("gemma3n_text", GEMMA3N, "layers 3-5: .*KV"),
         ("falcon_mamba", {"state_size": 4}, "layers 0-2: "),
         ("qwen3_next", QWEN3_NEXT, "layers 0-2: .*linear"),
+        ("gemma4_text", {"head_dim": 8, "global_head_dim": 16, "num_hidden_layers": 6}, "layer 5: K and V are"),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "layers 0, 2: .*conv"),
         ("deepseek_v3", MLA, "layers 0-2: K is .* and V is .*MLA"),
         ("rwkv", {"attention_hidden_size": 32}, "layers 0-2: nothing in a DynamicCache"),

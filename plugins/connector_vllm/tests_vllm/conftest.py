@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kinds import BLOCK
 from warm import Warm, environment
 
 HERE = Path(__file__).parent
-BLOCK = 128
-"""Tokens of a block: what vLLM's CPU backend has unless it is told otherwise."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 from conftest import BLOCK, Run, faulty, has_amx, memory, tokens
+from kinds import STATES, run_by
 from test_prefixes import same
 from test_windows import AROUND, generate, while_blocks_are_few
 
-LIMITS: dict[str, dict[str, Any]] = {
-    # vLLM's kernels for processors take one of them only with 16 bits, and the other not with checkpoints in a step.
-    "delta_nets": {"dtype": "bfloat16"}, "latents": {"dtype": "bfloat16"}, "mamba2": {"max_num_batched_tokens": BLOCK},
-    "mamba2_alone": {"max_num_batched_tokens": BLOCK, "block_size": BLOCK, "enable_prefix_caching": True},
-}  # fmt: skip
+MODELS = run_by(STATES)
 
 
 @pytest.fixture
@@ -33,12 +30,12 @@ def state_blobs(folder: Path) -> dict[int, Path]:
     return min(groups.values(), key=len)
 
 
-@pytest.mark.parametrize("kind", ["convolutions", "mamba2", "mamba2_alone", "delta_nets", "local", "latents"])
+@pytest.mark.parametrize("kind", MODELS)
 def test_hits_answer_as_the_engines_own_prefix_cache(of_kind: Callable[[str], Run], kind: str) -> None:
-    if kind == "latents" and not has_amx():
-        assert "latents (MLA) on a processor without AMX" in of_kind(kind)(generate([]), fails=True, **LIMITS[kind])
+    engine, limits = of_kind(kind), MODELS[kind].settings
+    if MODELS[kind].needs == "AMX" and not has_amx():
+        assert "latents (MLA) on a processor without AMX" in engine(generate([]), fails=True, **limits)
         return
-    engine, limits = of_kind(kind), LIMITS.get(kind, {})
     prompts = [tokens(number, length) for number, length in enumerate(AROUND, 2)]
     config = {"chunk_tokens": 4 * BLOCK}
     whole = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in prompts]
@@ -97,7 +94,7 @@ def test_a_request_whose_state_does_not_come_begins_anew(convolutions: Run, tmp_
 
 def test_requests_that_come_and_go_while_blocks_are_few(of_kind: Callable[[str], Run], tmp_path: Path) -> None:
     while_blocks_are_few(
-        of_kind("mamba2"), tmp_path, {"num_gpu_blocks_override": 20}, max_tokens=80, **LIMITS["mamba2"]
+        of_kind("mamba2"), tmp_path, {"num_gpu_blocks_override": 20}, max_tokens=80, **MODELS["mamba2"].settings
     )
 
 

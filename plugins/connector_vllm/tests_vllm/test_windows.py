@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from conftest import BLOCK, Run, faulty, memory, tokens
+from kinds import WINDOWS, run_by
 from test_prefixes import same
 
 WINDOW = 256
@@ -18,7 +19,7 @@ def generate(prompts: list[list[int]], **more: Any) -> dict[str, Any]:
     return {"generate": {"prompts": prompts, **more}}
 
 
-@pytest.fixture(params=["hybrid", "windowed"])
+@pytest.fixture(params=list(run_by(WINDOWS)))
 def engine(request: pytest.FixtureRequest) -> Run:
     return request.getfixturevalue(request.param)
 

@@ -66,6 +66,13 @@ def test_a_model_that_takes_no_masks_is_refused(model: Any) -> None:
         del model.forward
 
 
+def test_a_model_with_windows_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model.config, "layer_types", ["sliding_attention"] * model.config.num_hidden_layers, False)
+    monkeypatch.setattr(model.config, "sliding_window", 4096, False)
+    with pytest.raises(KVLoomError, match="has layers with a window"):
+        scoring.check(model)
+
+
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("task", ["multi-needle", "recall"])
 def test_prompts_are_cut_between_context_and_question(characters: Any, task: str, plain: bool) -> None:

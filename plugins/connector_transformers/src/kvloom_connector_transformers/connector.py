@@ -167,31 +167,40 @@ def _layer(cache: Any, number: int) -> Pair:
     return _pair(cache, number)
 
 
-def _plain_layer(cache: Any) -> type:
-    """The class of layers in such a cache."""
+def _plain_layers(cache: Any) -> tuple[type, ...]:
+    """The classes of layers that hold K and V of every token in such a cache."""
     from transformers import DynamicCache, StaticCache
-    from transformers.cache_utils import DynamicLayer, StaticLayer
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
-    plain = {DynamicCache: DynamicLayer, StaticCache: StaticLayer}.get(type(cache))
+    plain: tuple[type, ...] | None = {
+        DynamicCache: (DynamicLayer, DynamicSlidingWindowLayer),
+        StaticCache: (StaticLayer,),
+    }.get(type(cache))
     if plain is None:
         raise ValueError(f"cache: {type(cache).__name__}, not a DynamicCache, StaticCache or RestoredKV")
     return plain
 
 
 def _num_layers(cache: Any) -> int:
-    _plain_layer(cache)
+    _plain_layers(cache)
     if cache.offloading:
         raise ValueError(f"cache: {type(cache).__name__} with offloading moves its layers while they are copied")
     return len(cache.layers)
 
 
 def _pair(cache: Any, number: int) -> Pair:
-    plain, layer = _plain_layer(cache), cache.layers[number]
-    if type(layer) is not plain:
-        raise ValueError(f"cache: layer {number} is a {type(layer).__name__}, not a {plain.__name__}")
+    plain, layer = _plain_layers(cache), cache.layers[number]
+    if type(layer) not in plain:
+        names = " or ".join(kind.__name__ for kind in plain)
+        raise ValueError(f"cache: layer {number} is a {type(layer).__name__}, not a {names}")
     if not layer.is_initialized:
-        how = "; call early_initialization() first" if plain.__name__ == "StaticLayer" else ""
+        how = "; call early_initialization() first" if type(cache).__name__ == "StaticCache" else ""
         raise ValueError(f"cache: layer {number} of the {type(cache).__name__} holds nothing yet{how}")
+    if layer.is_sliding and layer.keys.shape[2] != layer.cumulative_length:
+        raise ValueError(
+            f"cache: layer {number} has a window and kept {layer.keys.shape[2]} of {layer.cumulative_length} tokens; "
+            "call activate_past_recording() on the cache before its first token"
+        )
     return layer.keys, layer.values
 
 

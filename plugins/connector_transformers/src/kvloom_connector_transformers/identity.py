@@ -42,7 +42,7 @@ def describe(model: Any) -> tuple[KVSpec, PlainKV]:
     commit = getattr(base.config, "_commit_hash", None)
     spec = KVSpec(
         model=base.name_or_path if commit else type(base).__name__,
-        revision=f"{_revision(model, base, commit)}, {_computed_by(base, kv)}",
+        revision=", ".join(filter(None, (_revision(model, base, commit), kv.windows, _computed_by(base, kv)))),
         num_layers=kv.num_layers,
         num_kv_heads=kv.num_kv_heads,
         head_size=kv.head_size,

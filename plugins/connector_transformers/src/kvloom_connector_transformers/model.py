@@ -17,7 +17,7 @@ from kvloom import ConfigError, Engine, EngineConfig, Hit, KVSpec, check_config
 from .calls import check_call
 from .identity import describe, signature, transformers_model
 from .plain import PlainKV
-from .restored import RestoredKV
+from .restored import RestoredKV, empty_cache
 
 log = logging.getLogger("kvloom.connector_transformers")
 
@@ -191,12 +191,12 @@ class CachedModel:
         """Load the stored KV of every row, at most all but its last token, which gives the logits."""
         config = transformers_model(self.model).config
         if state.engine is None:
-            return _Start(DynamicCache(config=config))
+            return _Start(empty_cache(config))
         try:
             return _load(state, state.engine, rows, salt, config)
         except Exception:
             log.warning("nothing loaded: the prompt is prefilled", exc_info=True)
-            return _Start(DynamicCache(config=config))
+            return _Start(empty_cache(config))
 
     def _keep(self, state: _State, start: _Start, sequences: torch.Tensor, prompt_tokens: int, salt: str | None) -> str:
         """Store computed KV. Returns the reason if it is not stored."""
@@ -224,7 +224,7 @@ def _load(state: _State, engine: Engine, rows: torch.Tensor, salt: str | None, c
     hit = min((engine.lookup(tokens, salt=salt) for tokens in rows), key=lambda hit: hit.tokens, default=Hit(0))
     found = time.perf_counter()
     if not hit:
-        return _Start(DynamicCache(config=config), lookup_seconds=found - began)
+        return _Start(empty_cache(config), lookup_seconds=found - began)
     restored = RestoredKV.allocate(engine.spec, hit.tokens, rows=rows.shape[0], devices=state.kv.devices)
     num_tokens = useful = min(hit.tokens, rows.shape[1] - 1)
     for row, tokens in enumerate(rows[:, : hit.tokens]):

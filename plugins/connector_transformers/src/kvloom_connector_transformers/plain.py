@@ -1,7 +1,8 @@
 """Recognises models that keep plain K and V, and describes their KV. Other models are refused by name.
 
-Plain means: every layer keeps K and V of every token, of one shape, and the KV of a token depends on the tokens up to
-it and on nothing else. Only then is a stored prefix the prefix of any prompt that starts with the same tokens.
+Plain means: every layer can keep K and V of every token, of one shape, and the KV of a token depends on the tokens up
+to it and on nothing else. Only then is a stored prefix the prefix of any prompt that starts with the same tokens.
+Layers with a window (sliding or chunked attention) are plain where transformers can record what leaves the window.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from .restored import empty_cache
 
 _WORDS = {
-    "DynamicSlidingWindowLayer": "sliding-window or chunked attention, which forgets",
+    "DynamicSlidingWindowLayer": "sliding-window or chunked attention, which this transformers cannot record",
     "DynamicIndexedLayer": "indexed sparse attention, which keeps indexer keys besides K and V",
-    "LinearAttentionLayer": "linear attention, Mamba or convolution, which keeps a state and no KV",
-    "LinearAttentionAndFullAttentionLayer": "linear attention beside attention, which keeps a state besides KV",
-    "LinearAttentionAndSlidingWindowAttentionLayer": "linear attention beside sliding-window attention",
+    "LinearAttentionLayer": "linear attention, Mamba or convolution, which keeps the state after the last token only",
+    "LinearAttentionAndFullAttentionLayer": "attention beside linear attention, which keeps its last state only",
+    "LinearAttentionAndSlidingWindowAttentionLayer": "windows beside linear attention, which keeps its last state only",
     "DummyLayer": "layers without KV of their own (shared KV, or no attention)",
 }
 _MOVING_ROPE = ("dynamic", "longrope")
@@ -43,6 +46,8 @@ class PlainKV:
     dtype: torch.dtype
     devices: tuple[torch.device, ...]
     """The device of each layer."""
+    windows: str
+    """The layers with a window and their windows in tokens, in words; empty if there are none."""
 
 
 def plain_kv(model: PreTrainedModel) -> PlainKV:
@@ -79,13 +84,17 @@ def _ropes(parameters: Any) -> Iterator[Mapping[str, Any]]:
 def _layer_kinds(config: Any) -> dict[int, str]:
     """The kinds of layers that do not keep plain K and V, by layer number."""
     kinds = {}
-    for number, layer in enumerate(DynamicCache(config=config).layers):
-        if type(layer) is not DynamicLayer:
+    plain: dict[str, type] = {"full_attention": DynamicLayer}
+    if hasattr(DynamicCache, "activate_past_recording"):
+        plain |= dict.fromkeys(("sliding_attention", "chunked_attention"), DynamicSlidingWindowLayer)
+    layers = DynamicCache(config=config).layers
+    for number, layer in enumerate(layers):
+        if type(layer) not in plain.values():
             name = type(layer).__name__
             kinds[number] = f"{_WORDS.get(name, 'not plain K and V')} ({name})"
     # Earlier releases of transformers make a DynamicLayer of whatever they don't know, and none where KV is shared.
     for number, name in enumerate(getattr(config, "layer_types", None) or ()):
-        if name != "full_attention":
+        if number >= len(layers) or type(layers[number]) is not plain.get(name):
             kinds.setdefault(number, f"{name} layers")
     shared = getattr(config, "num_kv_shared_layers", None) or 0
     for number in range(config.num_hidden_layers - shared, config.num_hidden_layers):
@@ -110,7 +119,7 @@ def _probe(model: PreTrainedModel) -> PlainKV:
         {
             number: f"nothing in a DynamicCache after {_PROBE_TOKENS} tokens"
             for number, layer in enumerate(first.layers)
-            if type(layer) is not DynamicLayer or layer.get_seq_length() != _PROBE_TOKENS
+            if not isinstance(layer, DynamicLayer) or layer.get_seq_length() != _PROBE_TOKENS
         },
     )
     planes = _planes(first)
@@ -125,7 +134,17 @@ def _probe(model: PreTrainedModel) -> PlainKV:
         head_size=keys.shape[3],
         dtype=keys.dtype,
         devices=tuple(keys.device for keys, _ in planes),
+        windows=_windows(model.config.get_text_config(decoder=True), first),
     )
+
+
+def _windows(config: Any, cache: DynamicCache) -> str:
+    by_window: dict[str, list[int]] = {}
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(cache.layers)
+    for number, layer in enumerate(cache.layers):
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            by_window.setdefault(f"{kinds[number]} of {layer.sliding_window}", []).append(number)
+    return ", ".join(f"{_numbers(numbers)} {window}" for window, numbers in by_window.items())
 
 
 # Not inference mode: a mask or table that a model makes on its first run and keeps could never be trained with.
@@ -135,7 +154,7 @@ def _run(model: PreTrainedModel, last: int) -> DynamicCache:
 
     At the start of a vocabulary are padding and other tokens that some models treat specially. Dropout is off.
     """
-    cache = DynamicCache(config=model.config)
+    cache = empty_cache(model.config)
     training = [module for module in model.modules() if module.training]
     try:
         for module in training:

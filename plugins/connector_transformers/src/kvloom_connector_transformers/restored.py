@@ -54,19 +54,34 @@ class RestoredKV:
 
         `num_tokens` is what every row's `retrieve` confirmed; the rest of the buffers was never written.
         """
-        from transformers import DynamicCache
-        from transformers.cache_utils import DynamicLayer
+        from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
         if not 0 <= num_tokens <= self.num_tokens:
             raise ValueError(f"num_tokens: {num_tokens} of the {self.num_tokens} that were allocated")
-        cache = DynamicCache(config=config)
+        cache = empty_cache(config)
         if num_tokens == 0:
             return cache
         for layer, keys, values in zip(cache.layers, self.keys, self.values, strict=True):
-            assert type(layer) is DynamicLayer, f"{type(layer).__name__} is refused when the engine opens"
+            windowed = type(layer) is DynamicSlidingWindowLayer
+            assert windowed or type(layer) is DynamicLayer, f"{type(layer).__name__} is refused when the engine opens"
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys[:, :, :num_tokens], values[:, :, :num_tokens]
+            if windowed:
+                layer.cumulative_length = num_tokens
         return cache
+
+
+def empty_cache(config: PreTrainedConfig) -> DynamicCache:
+    """A cache for a model with this config whose layers with a window keep the KV of every token.
+
+    Such layers attend to their window alone, with the same bits, but can be stored at the end of any chunk.
+    """
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=config)
+    if hasattr(cache, "activate_past_recording"):  # in releases without it, models with windows are refused
+        cache.activate_past_recording()
+    return cache
 
 
 def set_length(cache: StaticCache, num_tokens: int) -> None:

@@ -80,6 +80,8 @@ def continuation(model: Any, kv: torch.Tensor, tokens: Sequence[int]) -> torch.T
 
 def check(model: Any) -> None:
     """Raise KVLoomError unless several questions in one pass are answered as each is alone."""
+    if any(DynamicCache(config=model.config).is_sliding):
+        raise KVLoomError(f"{type(model).__name__} has layers with a window; every layer must see the whole context")
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = [each % vocabulary for each in range(1, _TRIED)]
     asked = [Asked(ids[8:12], [ids[12:14], ids[15:18]], 0), Asked(ids[3:9], [ids[5:7], ids[10:11]], 1)]

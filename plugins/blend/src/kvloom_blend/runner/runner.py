@@ -72,6 +72,8 @@ class Runner:
 
     def __init__(self, model: Any, spec: KVSpec) -> None:
         self.model = transformers_model(model)
+        if any(DynamicCache(config=self.model.config).is_sliding):
+            raise ValueError(f"model: {type(self.model).__name__} has layers with a window, which are not blended")
         self.spec = spec
         self.rotations: Rotations = rotations_of(model)
         gate(model, self.rotations)
