@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from kvloom import KVSpec
 from kvloom_connector_transformers import spec_of
@@ -46,6 +46,8 @@ def calibrated(
     with the remedy, for a model that cannot be calibrated.
     """
     spec = spec_of(model)
+    if any(DynamicCache(config=model.config).is_sliding):
+        raise ValueError(f"{type(model).__name__} has layers with a window, whose KV is not calibrated")
     try:
         rope = rope_of(model)
     except UnknownRopeError as error:
