@@ -111,9 +111,12 @@ class Step:
     """Saves that have to be done reading, or given up, before this step computes."""
     cancelled: tuple[str, ...] = ()
     """Requests whose loads are no longer waited for."""
+    uncertain: int = 0
+    """A number, if this step computes with KV that another connector loads meanwhile: nothing is saved until the
+    workers have reported it, which they do once they know what came."""
 
     def __bool__(self) -> bool:
-        return any((self.loads, self.saves, self.ended, self.touched, self.fence, self.cancelled))
+        return any((self.loads, self.saves, self.ended, self.touched, self.fence, self.cancelled, self.uncertain))
 
 
 IDLE = Step()

@@ -54,6 +54,8 @@ class Report:
     """Those that did not get everything."""
     failures: dict[int, int] = field(default_factory=dict)
     """By rank, how many loads had failed by then."""
+    ascertained: int = 0
+    """The last `Step.uncertain` that is over."""
 
     def add(self, other: Report) -> Report:
         self.saved.update(other.saved)
@@ -63,10 +65,11 @@ class Report:
         self.loaded |= other.loaded
         self.failed |= other.failed
         self.failures |= other.failures
+        self.ascertained = max(self.ascertained, other.ascertained)
         return self
 
     def __bool__(self) -> bool:
-        return bool(self.saved or self.came or self.left or self.whole or self.loaded)
+        return bool(self.saved or self.came or self.left or self.whole or self.loaded or self.ascertained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +146,10 @@ class Scheduler:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def begin(self, request: Request, owner: Owner) -> None:
-        """A request has come: ask for its chunks, so that the answer is there when it is its turn."""
-        self._planner.begin(request, owner._replace(generation=self._generation))
+    def begin(self, request: Request, owner: Owner, local: int = 0) -> None:
+        """A request has come, of which the engine has `local` tokens: ask for its chunks, so that the answer is there
+        when it is its turn."""
+        self._planner.begin(request, owner._replace(generation=self._generation), local)
         if request.request_id not in self._lookups:
             self._ask(request.request_id)
 
@@ -154,7 +158,7 @@ class Scheduler:
 
         patience: maximum seconds to wait for the rest, which another engine is storing now.
         """
-        self.begin(request, owner)
+        self.begin(request, owner, local)
         lookup = self._lookups[request.request_id]
         if patience > 0 and time.monotonic() < lookup.again:
             self._patient = True
@@ -188,11 +192,14 @@ class Scheduler:
 
     def load(self, request: Request, blocks: Sequence[Sequence[int]], tokens: int) -> None:
         """The engine has made room for what `matched` offered. blocks: all of the request's, by group."""
-        if tokens <= 0:
-            return
         self._planner.load(request.request_id, blocks, tokens)
         self.counts["hits"] += 1
         self.counts["tokens"] += tokens
+
+    def give(self, request: str, blocks: Sequence[Sequence[int]]) -> None:
+        """The engine has made room for a request, and for what another connector may load for it. blocks: all of its,
+        by group."""
+        self._planner.give(request, blocks)
 
     def end(self, request: str, blocks: Sequence[Sequence[int]] = ()) -> None:
         """It is over; its blocks may be freed at once. blocks: all of them, by group."""
@@ -207,10 +214,10 @@ class Scheduler:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def orders(
-        self, scheduled: Iterable[Scheduled], boundaries: Iterable[Boundary] = (), written: Sequence[int] = (), *,
-        idle: bool = False,
+        self, scheduled: Sequence[Scheduled], boundaries: Iterable[Boundary] = (), written: Sequence[int] = (), *,
+        idle: bool = False, awaits_loads: bool = False,
     ) -> Orders:  # fmt: skip
-        step = self._planner.step(scheduled, boundaries, written)
+        step = self._planner.step(scheduled, boundaries, written, awaits_loads=awaits_loads)
         for save in (*step.saves, *step.ended):
             self._waiting[save.number] = len(self._ranks)
         if self._announcer is not None:
@@ -219,8 +226,11 @@ class Scheduler:
         patient, self._patient = self._patient, False
         return Orders(step, dict(self._failures), clear, idle, patient)
 
-    def report(self, report: Report) -> None:
-        """Apply the workers' reports on the steps so far."""
+    def report(self, report: Report, *, failed: bool = False) -> None:
+        """Apply the workers' reports on the steps so far. failed: a load of some connector's did, in the step that the
+        report is of."""
+        if report.ascertained:
+            self._planner.ascertain(report.ascertained, failed=failed)
         for rank in report.whole:
             self._held[rank].clear()
         for rank, keys in report.came.items():
