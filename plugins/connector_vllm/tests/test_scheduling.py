@@ -10,14 +10,12 @@ import pytest
 from scheduling import Simulation, Violation
 from scheduling_beside import Beside
 
-from kvloom_connector_vllm.plan import Boundary, Group, Move, Scheduled, Step
+from kvloom_connector_vllm.plan import Boundary, Group, Move, Reads, Scheduled, Step
 from kvloom_connector_vllm.planner import Planner
 from kvloom_connector_vllm.scheduler import Report, Scheduler
 
 
-def simulated(
-    seeds: Iterable[int], operations: int, *, simulation: type[Simulation] = Simulation
-) -> Counter[str]:
+def simulated(seeds: Iterable[int], operations: int, *, simulation: type[Simulation] = Simulation) -> Counter[str]:
     done: Counter[str] = Counter()
     for seed in seeds:
         try:
@@ -65,9 +63,7 @@ def _move_of_everything(self: Planner, *arguments: Any, real: Any = Planner._mov
     return real(self, *arguments[:-1], 0)
 
 
-def _first_rank_is_enough(
-    self: Scheduler, report: Report, *, real: Any = Scheduler.report, **others: bool
-) -> None:
+def _first_rank_is_enough(self: Scheduler, report: Report, *, real: Any = Scheduler.report, **others: bool) -> None:
     report.saved = Counter(dict.fromkeys(report.saved, len(self._ranks)))
     real(self, report, **others)
 
@@ -86,7 +82,7 @@ def _no_states(self: Group, tokens: int, *, real: Any = Group.first) -> int:
 
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "blocks are not fenced": (Planner, "_fence", lambda self, blocks, fence: None),
+    "blocks are not fenced": (Reads, "find", lambda self, blocks, found: None),
     "blocks of unknown requests are not fenced": (Planner, "step", _step_for_the_known),
     "blocks that are set to zero are not fenced": (Planner, "step", _step_of_tables),
     "blocks are free when one rank has read them": (Scheduler, "report", _first_rank_is_enough),

@@ -24,8 +24,7 @@ def beside(folder: Path, tiers: Any, *, first: bool = True, **peer: Any) -> dict
     return {"kv_connector": "MultiConnector", "kv_connector_module_path": None, "kv_connector_extra_config": extra}
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(("asynchronous", "together"), [(False, True), (True, False)])
 def test_what_another_connector_fails_to_load_is_computed_and_nothing_of_it_is_stored(
     run: Run, tmp_path: Path, asynchronous: bool, together: bool
 ) -> None:

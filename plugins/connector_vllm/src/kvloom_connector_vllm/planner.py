@@ -15,7 +15,7 @@ from math import inf, lcm
 
 from kvloom import leading
 
-from .plan import IDLE, NOTHING, NULL, Boundary, Chunks, Group, Hit, Move, Offer, Owner, Request, Scheduled, Step
+from .plan import IDLE, NOTHING, NULL, Boundary, Chunks, Group, Hit, Move, Offer, Owner, Reads, Request, Scheduled, Step
 from .reach import reach
 from .tail import Piece, Pieces
 
@@ -83,10 +83,7 @@ class Planner:
         self._numbers = 0
         self._given: list[Sequence[int]] = []
         self._uncertain = self._uncertain_steps = 0
-        # By block, the saves that read it: requests that share a block may both be saving it. By save, its blocks.
-        # A block has one number, whichever group's table it is in.
-        self._readers: dict[int, set[int]] = {}
-        self._reading: dict[int, tuple[int, ...]] = {}
+        self._reads = Reads()
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -226,11 +223,13 @@ class Planner:
     def give(self, request: str, blocks: Sequence[Sequence[int]]) -> None:
         """The engine has given a request blocks for KV that is not loaded here. Another connector may write to them in
         the next step, before the engine computes with them. blocks: by group, all of the request's."""
-        if self._readers:
+        state = self._states.get(request)
+        if state is not None:
+            state.computed = 0
+        if self._reads:
             local = self._local(request)
-            self._given += [
-                table[local // group.block_tokens :] for group, table in zip(self.groups, blocks, strict=True)
-            ]
+            for group, table in zip(self.groups, blocks, strict=True):
+                self._given.append(table[local // group.block_tokens :])
 
     def loaded(self, request: str) -> None:
         """The worker is done with the request's load, one way or the other."""
@@ -282,16 +281,16 @@ class Planner:
         touched: list[Chunks] = []
         fence: set[int] = set()
         for blocks in (*(load.blocks for load in self._loads), *self._given, written):
-            self._fence(blocks, fence)
+            self._reads.find(blocks, fence)
         uncertain = 0
         if awaits_loads and self._others_load(scheduled):
             self._uncertain_steps += 1
             uncertain = self._uncertain = self._uncertain_steps
         for one in scheduled:
-            if self._readers and one.blocks:
+            if self._reads and one.blocks:
                 for group, table in zip(self.groups, one.blocks, strict=True):
                     # What is there already is not written to.
-                    self._fence(table[one.computed // group.block_tokens :] if one.fresh else table, fence)
+                    self._reads.find(table[one.computed // group.block_tokens :] if one.fresh else table, fence)
             state = self._states.get(one.request)
             if state is None:  # nothing of it is kept
                 continue
@@ -318,11 +317,7 @@ class Planner:
     def done(self, saves: Iterable[int]) -> None:
         """These saves read nothing more."""
         for number in saves:
-            for block in self._reading.pop(number, ()):
-                readers = self._readers[block]
-                readers.discard(number)
-                if not readers:
-                    del self._readers[block]
+            self._reads.end(number)
 
     def request(self, name: str) -> Request | None:
         """The engine's own, while it is there."""
@@ -337,7 +332,7 @@ class Planner:
     @property
     def reading(self) -> Mapping[int, tuple[int, ...]]:
         """The blocks that are being read, by save."""
-        return self._reading
+        return self._reads.blocks
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -363,7 +358,7 @@ class Planner:
     def _unneeded(self, fence: set[int]) -> tuple[Move, ...]:
         """The saves of requests that are over, but for those that this step would wait for: these are left out."""
         self._drop(lambda save: save.number in fence)
-        fence.intersection_update(self._reading)
+        fence.intersection_update(self._reads.blocks)
         if self._uncertain:
             return ()
         ended, self._ended = self._ended, []
@@ -372,7 +367,7 @@ class Planner:
     def _drop(self, unwanted: Callable[[Move], bool]) -> None:
         """Leave out saves of requests that are over, before any worker knows of them."""
         self.done([save.number for save in self._ended if unwanted(save)])
-        self._ended = [save for save in self._ended if save.number in self._reading]
+        self._ended = [save for save in self._ended if save.number in self._reads.blocks]
 
     def _complete(self, state: _State, group: int, tokens: int) -> int:
         """Whole chunks within `tokens` that have a name."""
@@ -485,11 +480,5 @@ class Planner:
         group = self.groups[chunks.group]
         begins = chunks.first * group.chunk_tokens if chunks.digests else chunks.pieces[0].start
         move = Move(self._number(), state.request.request_id, chunks, begins // group.block_tokens, blocks)
-        self._reading[move.number] = blocks
-        for block in blocks:
-            self._readers.setdefault(block, set()).add(move.number)
+        self._reads.begin(move)
         return move
-
-    def _fence(self, blocks: Sequence[int], fence: set[int]) -> None:
-        for block in blocks:
-            fence.update(self._readers.get(block, ()))

@@ -183,8 +183,8 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._stages > 1:
             if not all(isinstance(shake, Handshake) for shake in metadata.values()):
                 raise ValueError(
-                    "MultiConnector hands on what one of its connectors says at start-up, and with pipeline parallelism "
-                    "kvloom needs its own: write KVLoomConnector first, beside connectors that say nothing"
+                    "MultiConnector hands on what one of its connectors says at start-up, and with pipeline "
+                    "parallelism kvloom needs its own: write KVLoomConnector first, beside connectors that say nothing"
                 )
             self._scheduler = self._open_scheduler([shake.names for _, shake in sorted(metadata.items())])
 
