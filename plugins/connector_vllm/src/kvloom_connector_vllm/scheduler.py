@@ -91,6 +91,10 @@ Told = Mapping[ChunkKey, str]
 """Chunks and pieces of the shared tiers, each with the fastest tier that has it."""
 
 
+_Keys = Sequence[tuple[set[ChunkKey], list[ChunkKey]]]
+"""For each part of each rank, what its memory holds, and the keys of some chunks and pieces."""
+
+
 class _Found(NamedTuple):
     """The KV that can be loaded for a request, and its tiers."""
 
@@ -107,6 +111,8 @@ class _Lookup:
 
     chunks: tuple[Chunks, ...]
     """By group."""
+    keys: Sequence[_Keys]
+    """Of these."""
     asked: Future[Told] | None
     """None if no tier need be asked."""
     since: float
@@ -179,7 +185,7 @@ class Scheduler:
                     told = lookup.asked.result()
                 except Exception as error:  # cancelled, too: it took too long before
                     log.warning("the tiers' content is unknown: %s", one_line(error or type(error).__name__))
-        found = self._found(request.request_id, lookup.chunks, local, told)
+        found = self._found(request.request_id, lookup.keys, local, told)
         tokens = self._planner.loadable(request.request_id, local, found.hit)
         pause = self._pause(request.request_id, patience) if patience > 0 and not found.complete else 0.0
         if pause > 0:
@@ -308,11 +314,12 @@ class Scheduler:
     def _ask(self, request: str) -> _Lookup:
         self._forget(request)
         chunks = self._planner.chunks(request)
+        keys = [self._keys(some) for some in chunks]
         self.counts["lookups"] += 1
         asked = None
-        if self._pool is not None and not self._found(request, chunks, 0, {}).complete:
+        if self._pool is not None and not self._found(request, keys, 0, {}).complete:
             asked = self._pool.submit(self._located, chunks, self._planner.hashes(request))
-        lookup = self._lookups[request] = _Lookup(chunks, asked, time.monotonic())
+        lookup = self._lookups[request] = _Lookup(chunks, keys, asked, time.monotonic())
         return lookup
 
     def _pause(self, request: str, patience: float) -> float:
@@ -357,7 +364,8 @@ class Scheduler:
         counts = [len(some.digests) for some in chunks]
         pieces = [of.of(hashes, count) for of, count in zip(planner.pieces, counts, strict=True)]
         told = self._told([some._replace(pieces=its) for some, its in zip(chunks, pieces, strict=True)])
-        first = min(map(self._lacking, chunks, (self._tiers(some, told) for some in chunks), planner.groups))
+        tiers = [self._tiers(self._keys(some), told)[: len(some.digests)] for some in chunks]
+        first = min(map(self._lacking, tiers, planner.groups))
         more = []
         for number, (group, of, count) in enumerate(zip(planner.groups, planner.pieces, counts, strict=True)):
             begin = first // group.chunk_tokens
@@ -366,10 +374,10 @@ class Scheduler:
                 more.append(Chunks(chunks[number].owner, chunk, (), of.of(hashes, chunk), number))
         return told | self._told(more) if more else told
 
-    def _lacking(self, chunks: Chunks, tiers: Sequence[str | None], group: Group) -> int:
+    def _lacking(self, tiers: Sequence[str | None], group: Group) -> int:
         """The first token of the chunk whose pieces may be of use: behind all that is held without a gap, or, where
         beginnings are not needed, behind all that is held."""
-        count = len(chunks.digests)
+        count = len(tiers)
         if group.full:
             chunk = next((number for number in range(count) if tiers[number] is None), count)
         else:
@@ -386,20 +394,20 @@ class Scheduler:
         located = zip(keys, self._index.locate(list(keys.values())), strict=True)
         return {key: tier for key, tier in located if tier is not None}
 
-    def _found(self, request: str, chunks: Sequence[Chunks], local: int, told: Told) -> _Found:
-        """The KV that can be loaded for a request. The engine has `local` tokens."""
+    def _found(self, request: str, keys: Sequence[_Keys], local: int, told: Told) -> _Found:
+        """The KV that can be loaded for a request. The engine has `local` tokens. keys: by group, of its chunks."""
         planner, first = self._planner, {}
 
         def pieces(group: int, number: int) -> tuple[Piece, ...]:
             candidates = planner.pieces_of(request, group, number)
-            where = self._tiers(candidates, told)
+            where = self._tiers(self._keys(candidates), told)
             there = [piece for piece, tier in zip(candidates.pieces, where, strict=True) if tier is not None]
             found = tuple(leading(there, number * planner.groups[group].chunk_tokens))
             if not group:
                 first.update({piece: tier for piece, tier in zip(candidates.pieces, where, strict=True) if tier})
             return found
 
-        tiers = [self._tiers(some, told) for some in chunks]
+        tiers = [self._tiers(some, told) for some in keys]
         hit, complete = planner.reach(request, local, tiers, pieces)
         step = planner.groups[0].chunk_tokens
         count = hit.offers[0].chunks
@@ -407,14 +415,20 @@ class Scheduler:
         spans += [(piece.start, piece.end, first[piece]) for piece in hit.offers[0].pieces]
         return _Found(hit, spans, complete)
 
-    def _tiers(self, chunks: Chunks, told: Told) -> list[str | None]:
+    def _keys(self, chunks: Chunks) -> _Keys:
+        return [
+            (held, [segment.key for segment in names.segments(chunks)])
+            for rank, held in zip(self._ranks, self._held, strict=True) for names in rank[chunks.group]
+        ]  # fmt: skip
+
+    def _tiers(self, keys: _Keys, told: Told) -> list[str | None]:
         """By chunk and piece, where it would come from: None unless every part of every rank is somewhere."""
-        tiers: list[str | None] = [MEMORY] * (len(chunks.digests) + len(chunks.pieces))
-        for rank, held in zip(self._ranks, self._held, strict=True):
-            for names in rank[chunks.group]:
-                for index, segment in enumerate(names.segments(chunks)):
-                    if tiers[index] is not None and segment.key not in held:
-                        tiers[index] = told.get(segment.key)
+        (held, first), *others = keys
+        tiers = [MEMORY if key in held else told.get(key) for key in first]
+        for held, more in others:
+            for index, key in enumerate(more):
+                if tiers[index] is not None and key not in held:
+                    tiers[index] = told.get(key)
         return tiers
 
 
