@@ -46,6 +46,8 @@ class _Request:
     """A load of it failed: it has begun anew."""
     over: bool = False
     running: bool = False
+    wrong: bool = False
+    """What it computes is wrong, and the engine has not been told."""
     digests: list[int] = field(default_factory=list)
 
     def digest(self, position: int) -> int:
@@ -110,7 +112,7 @@ class Simulation:
         self.free = list(range(1, blocks))
         self.requests: dict[str, _Request] = {}
         self.every: dict[str, _Request] = {}
-        self.reports: list[tuple[Report, list[tuple[int, str, bool]]]] = []
+        self.reports: list[tuple[Report, list[tuple[int, str, bool]], list[str]]] = []
         self.arrivals: list[tuple[int, str, bool]] = []
         self.weights = 0
         self.count = 0
@@ -169,7 +171,7 @@ class Simulation:
             boundaries += self._boundaries(part)
         # Set to zero, because requests that were preempted in this same step had them.
         zeroed = self.random.sample(self.free, len(self.free) // 2) if self.random.random() < 0.05 else []
-        orders = self.scheduler.orders(scheduled, boundaries, zeroed)
+        orders = self.scheduler.orders(scheduled, boundaries, zeroed, awaits_loads=self.awaits_loads(scheduled))
         for rank, worker in enumerate(self.workers):
             if orders.clear:
                 worker.report.saved.update(list(worker.saves))
@@ -179,6 +181,8 @@ class Simulation:
             for number in orders.step.fence:
                 if number in worker.saves:
                     self._read(rank, number, cancelled=self.random.random() < 0.2)
+            self.written_by_others(rank)
+            worker.report.ascertained = orders.step.uncertain
             worker.saves.update((save.number, save) for save in orders.step.ended)
             for load in orders.step.loads:
                 worker.loads.setdefault(load.request, []).append(load)
@@ -200,6 +204,20 @@ class Simulation:
             if one.running and one.computed >= one.its.num_tokens:
                 self._generated(name, one)
 
+    # -- another connector ---------------------------------------------------------------------------------------------
+
+    def awaits_loads(self, scheduled: Sequence[Scheduled]) -> bool:
+        """The step computes with KV that is loaded meanwhile."""
+        return False
+
+    def written_by_others(self, rank: int) -> None:
+        """Another connector writes to a rank's blocks, once the step's fence is over."""
+
+    def failed_by_others(self) -> list[str]:
+        """Requests that lack KV which another connector was to load in this step. The engine is told with its report,
+        and computes them anew."""
+        return []
+
     # -- the engine ----------------------------------------------------------------------------------------------------
 
     def _owner(self, one: _Request) -> Any:
@@ -217,6 +235,8 @@ class Simulation:
         after = tokens or self.random.randint(1, one.its.num_tokens)
         if not self._grow(one, after):
             return None
+        if not tokens:
+            self.scheduler.give(name, [list(table) for table in one.tables])
         if tokens:
             self.done["hits"] += 1
             one.loading = set(range(len(self.workers)))
@@ -270,7 +290,7 @@ class Simulation:
 
     def _release(self, one: _Request) -> None:
         self.free += [block for table in one.tables for block in table if block != NULL]
-        one.tables, one.computed, one.running = [], 0, False
+        one.tables, one.computed, one.running, one.wrong = [], 0, False, False
 
     def _end(self, name: str) -> None:
         one = self.requests[name]
@@ -320,12 +340,13 @@ class Simulation:
             size = group.block_tokens
             if not self.names[rank][number]:
                 continue
-            for position in attended(kind, part.computed):
+            for position in () if one.wrong else attended(kind, part.computed):
                 value = memory[table[position // size]][position % size]
                 if value is None or value[:2] != (number, one.digest(position)) or value[2] < one.weights:
                     raise Violation(f"{part.request} computes with {value} in place of token {position}")
             for position in range(part.after - 1 if group.state else part.computed, part.after):
-                memory[table[position // size]][position % size] = (number, one.digest(position), self.weights)
+                value = None if one.wrong else (number, one.digest(position), self.weights)
+                memory[table[position // size]][position % size] = value
 
     def _spans(self, rank: int, move: Move) -> Iterator[tuple[ChunkKey, int, int]]:
         """Yield each chunk and piece, with its place in the values of the move's blocks."""
@@ -381,11 +402,14 @@ class Simulation:
             report.failures[rank] = worker.failures
             worker.came, worker.left = {}, {}
             whole.add(report)
-        self.reports.append((whole, self.arrivals))
+        self.reports.append((whole, self.arrivals, self.failed_by_others()))
         self.arrivals = []
         while self.reports and self.random.random() < 0.7:
-            report, arrivals = self.reports.pop(0)
-            self.scheduler.report(report)
+            report, arrivals, wrong = self.reports.pop(0)
+            self.scheduler.report(report, failed=bool(wrong))
+            for name in wrong:
+                if name in self.requests and self.requests[name].wrong:
+                    self._release(self.requests[name])
             for rank, name, failed in arrivals:
                 one = self.requests[name]
                 one.loading.discard(rank)

@@ -8,19 +8,20 @@ from typing import Any
 
 import pytest
 from scheduling import Simulation, Violation
+from scheduling_beside import Beside
 
-from kvloom_connector_vllm.plan import Boundary, Group, Move, Scheduled, Step
+from kvloom_connector_vllm.plan import Boundary, Group, Move, Reads, Scheduled, Step
 from kvloom_connector_vllm.planner import Planner
 from kvloom_connector_vllm.scheduler import Report, Scheduler
 
 
-def simulated(seeds: Iterable[int], operations: int) -> Counter[str]:
+def simulated(seeds: Iterable[int], operations: int, *, simulation: type[Simulation] = Simulation) -> Counter[str]:
     done: Counter[str] = Counter()
     for seed in seeds:
         try:
-            done += Simulation(seed).run(operations)
+            done += simulation(seed).run(operations)
         except Violation as error:
-            raise AssertionError(f"Simulation({seed}).run({operations}): {error}") from error
+            raise AssertionError(f"{simulation.__name__}({seed}).run({operations}): {error}") from error
     return done
 
 
@@ -29,20 +30,28 @@ def test_requests_come_and_go_and_no_kv_is_wrong() -> None:
     assert min(done[what] for what in ("hits", "stored", "preempted", "failed")) > 5, "or it tests nothing"
 
 
+def test_another_connector_loads_too_and_no_kv_is_wrong() -> None:
+    done = simulated(range(8), 400, simulation=Beside)
+    assert min(done[what] for what in ("hits", "stored", "others", "wrong")) > 5, "or it tests nothing"
+
+
 @pytest.mark.slow
-def test_a_hundred_thousand_operations() -> None:
-    simulated(range(100, 200), 1000)
+@pytest.mark.parametrize("simulation", [Simulation, Beside])
+def test_a_hundred_thousand_operations(simulation: type[Simulation]) -> None:
+    simulated(range(100, 200), 1000, simulation=simulation)
 
 
-def _step_for_the_known(self: Planner, scheduled: Iterable[Scheduled], *more: Any, real: Any = Planner.step) -> Step:
-    return real(self, [one for one in scheduled if self.request(one.request)], *more)
+def _step_for_the_known(
+    self: Planner, scheduled: Iterable[Scheduled], *more: Any, real: Any = Planner.step, **others: bool
+) -> Step:
+    return real(self, [one for one in scheduled if self.request(one.request)], *more, **others)
 
 
 def _step_of_tables(
     self: Planner, scheduled: Iterable[Scheduled], boundaries: Iterable[Boundary], written: Sequence[int], *,
-    real: Any = Planner.step,
+    real: Any = Planner.step, **others: bool,
 ) -> Step:  # fmt: skip
-    return real(self, scheduled, boundaries)
+    return real(self, scheduled, boundaries, **others)
 
 
 def _all_states(self: Planner, boundary: Boundary, saves: list[Move], *, real: Any = Planner._save_state) -> None:
@@ -54,9 +63,9 @@ def _move_of_everything(self: Planner, *arguments: Any, real: Any = Planner._mov
     return real(self, *arguments[:-1], 0)
 
 
-def _first_rank_is_enough(self: Scheduler, report: Report, *, real: Any = Scheduler.report) -> None:
+def _first_rank_is_enough(self: Scheduler, report: Report, *, real: Any = Scheduler.report, **others: bool) -> None:
     report.saved = Counter(dict.fromkeys(report.saved, len(self._ranks)))
-    real(self, report)
+    real(self, report, **others)
 
 
 def _keeps_all(self: Planner, fence: set[int]) -> Sequence[Move]:
@@ -73,7 +82,7 @@ def _no_states(self: Group, tokens: int, *, real: Any = Group.first) -> int:
 
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "blocks are not fenced": (Planner, "_fence", lambda self, blocks, fence: None),
+    "blocks are not fenced": (Reads, "find", lambda self, blocks, found: None),
     "blocks of unknown requests are not fenced": (Planner, "step", _step_for_the_known),
     "blocks that are set to zero are not fenced": (Planner, "step", _step_of_tables),
     "blocks are free when one rank has read them": (Scheduler, "report", _first_rank_is_enough),
@@ -87,9 +96,21 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+def _certain_at_once(self: Planner, number: int, *, failed: bool) -> None:
+    self._uncertain = 0
+
+
+BESIDE: dict[str, tuple[Any, str, Any]] = {
+    "blocks that others load into are not fenced": (Planner, "give", lambda self, request, blocks: None),
+    "what is computed while others load is saved": (Planner, "_others_load", lambda self, scheduled: False),
+    "what was computed with KV that others lacked is saved": (Planner, "ascertain", _certain_at_once),
+}
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, *BESIDE])
 def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    where, name, wrong = FAULTS[fault]
+    where, name, wrong = (FAULTS | BESIDE)[fault]
     monkeypatch.setattr(where, name, wrong)
-    with pytest.raises(AssertionError, match=r"Simulation\(\d+\)"):
-        simulated(range(30), 400)
+    simulation = Beside if fault in BESIDE else Simulation
+    with pytest.raises(AssertionError, match=rf"{simulation.__name__}\(\d+\)"):
+        simulated(range(30), 400, simulation=simulation)

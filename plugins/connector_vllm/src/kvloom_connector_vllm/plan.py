@@ -96,6 +96,37 @@ class Move(NamedTuple):
     """The ids of all blocks of the chunks, in order; -1 for those that are left alone."""
 
 
+class Reads:
+    """Saves that are planned or under way, and the blocks that they read. A block has one number, whichever group's
+    table it is in."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, tuple[int, ...]] = {}
+        """By the number of the save."""
+        self._saves: dict[int, set[int]] = {}
+        """By block: requests that share a block may both be saving it."""
+
+    def __bool__(self) -> bool:
+        return bool(self.blocks)
+
+    def begin(self, save: Move) -> None:
+        self.blocks[save.number] = save.blocks
+        for block in save.blocks:
+            self._saves.setdefault(block, set()).add(save.number)
+
+    def end(self, number: int) -> None:
+        for block in self.blocks.pop(number, ()):
+            saves = self._saves[block]
+            saves.discard(number)
+            if not saves:
+                del self._saves[block]
+
+    def find(self, blocks: Sequence[int], found: set[int]) -> None:
+        """Add the saves that read any of these blocks to `found`."""
+        for block in blocks:
+            found.update(self._saves.get(block, ()))
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """The worker's job in one step of the engine, beside computing."""
@@ -111,9 +142,12 @@ class Step:
     """Saves that have to be done reading, or given up, before this step computes."""
     cancelled: tuple[str, ...] = ()
     """Requests whose loads are no longer waited for."""
+    uncertain: int = 0
+    """A number, if this step computes with KV that another connector loads meanwhile: nothing is saved until the
+    workers have reported it, which they do once they know what came."""
 
     def __bool__(self) -> bool:
-        return any((self.loads, self.saves, self.ended, self.touched, self.fence, self.cancelled))
+        return any((self.loads, self.saves, self.ended, self.touched, self.fence, self.cancelled, self.uncertain))
 
 
 IDLE = Step()

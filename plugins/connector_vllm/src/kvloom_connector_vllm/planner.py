@@ -15,7 +15,7 @@ from math import inf, lcm
 
 from kvloom import leading
 
-from .plan import IDLE, NOTHING, NULL, Boundary, Chunks, Group, Hit, Move, Offer, Owner, Request, Scheduled, Step
+from .plan import IDLE, NOTHING, NULL, Boundary, Chunks, Group, Hit, Move, Offer, Owner, Reads, Request, Scheduled, Step
 from .reach import reach
 from .tail import Piece, Pieces
 
@@ -81,18 +81,19 @@ class Planner:
         self._ended: list[Move] = []
         self._cancelled: list[str] = []
         self._numbers = 0
-        # By block, the saves that read it: requests that share a block may both be saving it. By save, its blocks.
-        # A block has one number, whichever group's table it is in.
-        self._readers: dict[int, set[int]] = {}
-        self._reading: dict[int, tuple[int, ...]] = {}
+        self._given: list[Sequence[int]] = []
+        self._uncertain = self._uncertain_steps = 0
+        self._reads = Reads()
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def begin(self, request: Request, owner: Owner) -> None:
-        """A request has come. Twice is fine."""
-        if request.request_id not in self._states:
+    def begin(self, request: Request, owner: Owner, local: int = 0) -> None:
+        """A request has come, of which the engine has `local` tokens itself. Twice is fine."""
+        state = self._states.get(request.request_id)
+        if state is None:
             tracks = tuple(_Track(group) for group in range(len(self.groups)))
-            self._states[request.request_id] = _State(request, owner, tracks)
+            state = self._states[request.request_id] = _State(request, owner, tracks)
+        state.begun = local
 
     def end(self, request: str, blocks: Sequence[Sequence[int]] = ()) -> tuple[Move, ...]:
         """It is over, whatever became of it; a load under way is cancelled. Its blocks may go at once.
@@ -107,7 +108,7 @@ class Planner:
             # Also if the worker has not heard of the load yet: the engine waits to be told that it is over.
             self._cancelled.append(request)
             return ()
-        if not (self._saves(state) and self._save_generated):
+        if not self._saves(state) or not (self._save_generated or self._uncertain):
             return ()
         moves = (self._save_end(state, track, table) for track, table in zip(state.tracks, blocks, strict=False))
         return tuple(move for move in moves if move is not None)
@@ -219,6 +220,17 @@ class Planner:
         chunks = self._named(state, track.group, first, last)._replace(pieces=pieces)
         return Move(self._number(), state.request.request_id, chunks, starts // size, into)
 
+    def give(self, request: str, blocks: Sequence[Sequence[int]]) -> None:
+        """The engine has given a request blocks for KV that is not loaded here. Another connector may write to them in
+        the next step, before the engine computes with them. blocks: by group, all of the request's."""
+        state = self._states.get(request)
+        if state is not None:
+            state.computed = 0
+        if self._reads:
+            local = self._local(request)
+            for group, table in zip(self.groups, blocks, strict=True):
+                self._given.append(table[local // group.block_tokens :])
+
     def loaded(self, request: str) -> None:
         """The worker is done with the request's load, one way or the other."""
         state = self._states.get(request)
@@ -241,8 +253,15 @@ class Planner:
                 state.failed = True
         self._drop(lambda save: everything or save.request in names)
 
+    def ascertain(self, number: int, *, failed: bool) -> None:
+        """The step of this `Step.uncertain` is over. failed: not all came that another connector loaded."""
+        if failed:
+            self.seal()  # the engine computes anew what is wrong, and it is not known here of whom
+        if number == self._uncertain:
+            self._uncertain = 0
+
     def seal(self) -> None:
-        """Mark the KV of all known requests as older than a reset."""
+        """Keep nothing any more of the KV of all known requests: it is older than a reset, or may be wrong."""
         for state in self._states.values():
             state.sealed = True
         self._drop(lambda save: True)
@@ -250,23 +269,28 @@ class Planner:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def step(
-        self, scheduled: Iterable[Scheduled], boundaries: Iterable[Boundary] = (), written: Sequence[int] = ()
-    ) -> Step:
+        self, scheduled: Sequence[Scheduled], boundaries: Iterable[Boundary] = (), written: Sequence[int] = (), *,
+        awaits_loads: bool = False,
+    ) -> Step:  # fmt: skip
         """The operations of a step. Call once for each.
 
-        written: blocks that the step writes to, whoever has them.
+        written: blocks that the step writes to, whoever has them. awaits_loads: the step computes with KV that is
+        loaded meanwhile, by whichever connector.
         """
         saves: list[Move] = []
         touched: list[Chunks] = []
         fence: set[int] = set()
-        for load in self._loads:
-            self._fence(load.blocks, fence)
-        self._fence(written, fence)
+        for blocks in (*(load.blocks for load in self._loads), *self._given, written):
+            self._reads.find(blocks, fence)
+        uncertain = 0
+        if awaits_loads and self._others_load(scheduled):
+            self._uncertain_steps += 1
+            uncertain = self._uncertain = self._uncertain_steps
         for one in scheduled:
-            if self._readers and one.blocks:
+            if self._reads and one.blocks:
                 for group, table in zip(self.groups, one.blocks, strict=True):
                     # What is there already is not written to.
-                    self._fence(table[one.computed // group.block_tokens :] if one.fresh else table, fence)
+                    self._reads.find(table[one.computed // group.block_tokens :] if one.fresh else table, fence)
             state = self._states.get(one.request)
             if state is None:  # nothing of it is kept
                 continue
@@ -278,24 +302,22 @@ class Planner:
                 for track, table in zip(state.tracks, one.blocks, strict=True):
                     track.blocks.extend(table)
             state.computed = one.after
-            if one.after >= state.due and self._saves(state):
+            if one.after >= state.due and self._saves(state) and not self._uncertain:
                 state.due = min([self._save(state, track, one, saves) for track in state.tracks])
         for boundary in boundaries:
             self._save_state(boundary, saves)
         ended = self._unneeded(fence)
         chains = tuple(chunks for chunks in touched if chunks.digests or chunks.pieces)
-        step = Step(tuple(self._loads), tuple(saves), ended, chains, tuple(sorted(fence)), tuple(self._cancelled))
-        self._loads, self._cancelled = [], []
+        step = Step(
+            tuple(self._loads), tuple(saves), ended, chains, tuple(sorted(fence)), tuple(self._cancelled), uncertain
+        )
+        self._loads, self._given, self._cancelled = [], [], []
         return step or IDLE
 
     def done(self, saves: Iterable[int]) -> None:
         """These saves read nothing more."""
         for number in saves:
-            for block in self._reading.pop(number, ()):
-                readers = self._readers[block]
-                readers.discard(number)
-                if not readers:
-                    del self._readers[block]
+            self._reads.end(number)
 
     def request(self, name: str) -> Request | None:
         """The engine's own, while it is there."""
@@ -310,7 +332,7 @@ class Planner:
     @property
     def reading(self) -> Mapping[int, tuple[int, ...]]:
         """The blocks that are being read, by save."""
-        return self._reading
+        return self._reads.blocks
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -321,17 +343,31 @@ class Planner:
     def _saves(self, state: _State) -> bool:
         return self._save_anything and not state.sealed
 
+    def _local(self, request: str) -> int:
+        """Tokens that the engine had when it last asked; none of a request that is not known."""
+        state = self._states.get(request)
+        return 0 if state is None else state.begun
+
+    def _others_load(self, scheduled: Sequence[Scheduled]) -> bool:
+        """Return whether a request begins with tokens that neither the engine had nor this planner loads."""
+        ours = {load.request for load in self._loads}
+        return any(
+            one.fresh and one.request not in ours and one.computed > self._local(one.request) for one in scheduled
+        )
+
     def _unneeded(self, fence: set[int]) -> tuple[Move, ...]:
         """The saves of requests that are over, but for those that this step would wait for: these are left out."""
         self._drop(lambda save: save.number in fence)
+        fence.intersection_update(self._reads.blocks)
+        if self._uncertain:
+            return ()
         ended, self._ended = self._ended, []
-        fence.intersection_update(self._reading)
         return tuple(ended)
 
     def _drop(self, unwanted: Callable[[Move], bool]) -> None:
         """Leave out saves of requests that are over, before any worker knows of them."""
         self.done([save.number for save in self._ended if unwanted(save)])
-        self._ended = [save for save in self._ended if save.number in self._reading]
+        self._ended = [save for save in self._ended if save.number in self._reads.blocks]
 
     def _complete(self, state: _State, group: int, tokens: int) -> int:
         """Whole chunks within `tokens` that have a name."""
@@ -391,7 +427,7 @@ class Planner:
     def _save_state(self, boundary: Boundary, saves: list[Move]) -> None:
         state, group = self._states.get(boundary.request), self.groups[boundary.group]
         chunk, part = divmod(boundary.tokens, group.block_tokens)
-        if state is None or part or boundary.block == NULL or not self._saves(state):
+        if state is None or part or boundary.block == NULL or self._uncertain or not self._saves(state):
             return
         tokens = boundary.tokens if self._save_generated else min(boundary.tokens, state.request.num_prompt_tokens)
         track = state.tracks[boundary.group]
@@ -406,6 +442,8 @@ class Planner:
         # The last token was chosen, and not computed with.
         size = self.groups[track.group].block_tokens
         tokens = min(state.computed, state.request.num_tokens - 1, len(blocks) * size)
+        if not self._save_generated:
+            tokens = min(tokens, state.request.num_prompt_tokens)
         last = self._complete(state, track.group, tokens)
         saved = self._prompt(state, track).pieces if track.tail_saved else ()
         pieces = tuple(piece for piece in self._tail(state, track, last, tokens) if piece not in saved)
@@ -442,11 +480,5 @@ class Planner:
         group = self.groups[chunks.group]
         begins = chunks.first * group.chunk_tokens if chunks.digests else chunks.pieces[0].start
         move = Move(self._number(), state.request.request_id, chunks, begins // group.block_tokens, blocks)
-        self._reading[move.number] = blocks
-        for block in blocks:
-            self._readers.setdefault(block, set()).add(move.number)
+        self._reads.begin(move)
         return move
-
-    def _fence(self, blocks: Sequence[int], fence: set[int]) -> None:
-        for block in blocks:
-            fence.update(self._readers.get(block, ()))

@@ -54,6 +54,8 @@ class Report:
     """Those that did not get everything."""
     failures: dict[int, int] = field(default_factory=dict)
     """By rank, how many loads had failed by then."""
+    ascertained: int = 0
+    """The last `Step.uncertain` that is over."""
 
     def add(self, other: Report) -> Report:
         self.saved.update(other.saved)
@@ -63,10 +65,11 @@ class Report:
         self.loaded |= other.loaded
         self.failed |= other.failed
         self.failures |= other.failures
+        self.ascertained = max(self.ascertained, other.ascertained)
         return self
 
     def __bool__(self) -> bool:
-        return bool(self.saved or self.came or self.left or self.whole or self.loaded)
+        return bool(self.saved or self.came or self.left or self.whole or self.loaded or self.ascertained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,10 @@ Told = Mapping[ChunkKey, str]
 """Chunks and pieces of the shared tiers, each with the fastest tier that has it."""
 
 
+_Keys = Sequence[tuple[set[ChunkKey], list[ChunkKey]]]
+"""For each part of each rank, what its memory holds, and the keys of some chunks and pieces."""
+
+
 class _Found(NamedTuple):
     """The KV that can be loaded for a request, and its tiers."""
 
@@ -104,6 +111,8 @@ class _Lookup:
 
     chunks: tuple[Chunks, ...]
     """By group."""
+    keys: Sequence[_Keys]
+    """Of these."""
     asked: Future[Told] | None
     """None if no tier need be asked."""
     since: float
@@ -143,9 +152,10 @@ class Scheduler:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def begin(self, request: Request, owner: Owner) -> None:
-        """A request has come: ask for its chunks, so that the answer is there when it is its turn."""
-        self._planner.begin(request, owner._replace(generation=self._generation))
+    def begin(self, request: Request, owner: Owner, local: int = 0) -> None:
+        """A request has come, of which the engine has `local` tokens: ask for its chunks, so that the answer is there
+        when it is its turn."""
+        self._planner.begin(request, owner._replace(generation=self._generation), local)
         if request.request_id not in self._lookups:
             self._ask(request.request_id)
 
@@ -154,7 +164,7 @@ class Scheduler:
 
         patience: maximum seconds to wait for the rest, which another engine is storing now.
         """
-        self.begin(request, owner)
+        self.begin(request, owner, local)
         lookup = self._lookups[request.request_id]
         if patience > 0 and time.monotonic() < lookup.again:
             self._patient = True
@@ -175,7 +185,7 @@ class Scheduler:
                     told = lookup.asked.result()
                 except Exception as error:  # cancelled, too: it took too long before
                     log.warning("the tiers' content is unknown: %s", one_line(error or type(error).__name__))
-        found = self._found(request.request_id, lookup.chunks, local, told)
+        found = self._found(request.request_id, lookup.keys, local, told)
         tokens = self._planner.loadable(request.request_id, local, found.hit)
         pause = self._pause(request.request_id, patience) if patience > 0 and not found.complete else 0.0
         if pause > 0:
@@ -188,11 +198,14 @@ class Scheduler:
 
     def load(self, request: Request, blocks: Sequence[Sequence[int]], tokens: int) -> None:
         """The engine has made room for what `matched` offered. blocks: all of the request's, by group."""
-        if tokens <= 0:
-            return
         self._planner.load(request.request_id, blocks, tokens)
         self.counts["hits"] += 1
         self.counts["tokens"] += tokens
+
+    def give(self, request: str, blocks: Sequence[Sequence[int]]) -> None:
+        """The engine has made room for a request, and for what another connector may load for it. blocks: all of its,
+        by group."""
+        self._planner.give(request, blocks)
 
     def end(self, request: str, blocks: Sequence[Sequence[int]] = ()) -> None:
         """It is over; its blocks may be freed at once. blocks: all of them, by group."""
@@ -207,10 +220,10 @@ class Scheduler:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def orders(
-        self, scheduled: Iterable[Scheduled], boundaries: Iterable[Boundary] = (), written: Sequence[int] = (), *,
-        idle: bool = False,
+        self, scheduled: Sequence[Scheduled], boundaries: Iterable[Boundary] = (), written: Sequence[int] = (), *,
+        idle: bool = False, awaits_loads: bool = False,
     ) -> Orders:  # fmt: skip
-        step = self._planner.step(scheduled, boundaries, written)
+        step = self._planner.step(scheduled, boundaries, written, awaits_loads=awaits_loads)
         for save in (*step.saves, *step.ended):
             self._waiting[save.number] = len(self._ranks)
         if self._announcer is not None:
@@ -219,8 +232,11 @@ class Scheduler:
         patient, self._patient = self._patient, False
         return Orders(step, dict(self._failures), clear, idle, patient)
 
-    def report(self, report: Report) -> None:
-        """Apply the workers' reports on the steps so far."""
+    def report(self, report: Report, *, failed: bool = False) -> None:
+        """Apply the workers' reports on the steps so far. failed: a load of some connector's did, in the step that the
+        report is of."""
+        if report.ascertained:
+            self._planner.ascertain(report.ascertained, failed=failed)
         for rank in report.whole:
             self._held[rank].clear()
         for rank, keys in report.came.items():
@@ -298,11 +314,12 @@ class Scheduler:
     def _ask(self, request: str) -> _Lookup:
         self._forget(request)
         chunks = self._planner.chunks(request)
+        keys = [self._keys(some) for some in chunks]
         self.counts["lookups"] += 1
         asked = None
-        if self._pool is not None and not self._found(request, chunks, 0, {}).complete:
+        if self._pool is not None and not self._found(request, keys, 0, {}).complete:
             asked = self._pool.submit(self._located, chunks, self._planner.hashes(request))
-        lookup = self._lookups[request] = _Lookup(chunks, asked, time.monotonic())
+        lookup = self._lookups[request] = _Lookup(chunks, keys, asked, time.monotonic())
         return lookup
 
     def _pause(self, request: str, patience: float) -> float:
@@ -347,7 +364,8 @@ class Scheduler:
         counts = [len(some.digests) for some in chunks]
         pieces = [of.of(hashes, count) for of, count in zip(planner.pieces, counts, strict=True)]
         told = self._told([some._replace(pieces=its) for some, its in zip(chunks, pieces, strict=True)])
-        first = min(map(self._lacking, chunks, (self._tiers(some, told) for some in chunks), planner.groups))
+        tiers = [self._tiers(self._keys(some), told)[: len(some.digests)] for some in chunks]
+        first = min(map(self._lacking, tiers, planner.groups))
         more = []
         for number, (group, of, count) in enumerate(zip(planner.groups, planner.pieces, counts, strict=True)):
             begin = first // group.chunk_tokens
@@ -356,10 +374,10 @@ class Scheduler:
                 more.append(Chunks(chunks[number].owner, chunk, (), of.of(hashes, chunk), number))
         return told | self._told(more) if more else told
 
-    def _lacking(self, chunks: Chunks, tiers: Sequence[str | None], group: Group) -> int:
+    def _lacking(self, tiers: Sequence[str | None], group: Group) -> int:
         """The first token of the chunk whose pieces may be of use: behind all that is held without a gap, or, where
         beginnings are not needed, behind all that is held."""
-        count = len(chunks.digests)
+        count = len(tiers)
         if group.full:
             chunk = next((number for number in range(count) if tiers[number] is None), count)
         else:
@@ -376,20 +394,20 @@ class Scheduler:
         located = zip(keys, self._index.locate(list(keys.values())), strict=True)
         return {key: tier for key, tier in located if tier is not None}
 
-    def _found(self, request: str, chunks: Sequence[Chunks], local: int, told: Told) -> _Found:
-        """The KV that can be loaded for a request. The engine has `local` tokens."""
+    def _found(self, request: str, keys: Sequence[_Keys], local: int, told: Told) -> _Found:
+        """The KV that can be loaded for a request. The engine has `local` tokens. keys: by group, of its chunks."""
         planner, first = self._planner, {}
 
         def pieces(group: int, number: int) -> tuple[Piece, ...]:
             candidates = planner.pieces_of(request, group, number)
-            where = self._tiers(candidates, told)
+            where = self._tiers(self._keys(candidates), told)
             there = [piece for piece, tier in zip(candidates.pieces, where, strict=True) if tier is not None]
             found = tuple(leading(there, number * planner.groups[group].chunk_tokens))
             if not group:
                 first.update({piece: tier for piece, tier in zip(candidates.pieces, where, strict=True) if tier})
             return found
 
-        tiers = [self._tiers(some, told) for some in chunks]
+        tiers = [self._tiers(some, told) for some in keys]
         hit, complete = planner.reach(request, local, tiers, pieces)
         step = planner.groups[0].chunk_tokens
         count = hit.offers[0].chunks
@@ -397,14 +415,20 @@ class Scheduler:
         spans += [(piece.start, piece.end, first[piece]) for piece in hit.offers[0].pieces]
         return _Found(hit, spans, complete)
 
-    def _tiers(self, chunks: Chunks, told: Told) -> list[str | None]:
+    def _keys(self, chunks: Chunks) -> _Keys:
+        return [
+            (held, [segment.key for segment in names.segments(chunks)])
+            for rank, held in zip(self._ranks, self._held, strict=True) for names in rank[chunks.group]
+        ]  # fmt: skip
+
+    def _tiers(self, keys: _Keys, told: Told) -> list[str | None]:
         """By chunk and piece, where it would come from: None unless every part of every rank is somewhere."""
-        tiers: list[str | None] = [MEMORY] * (len(chunks.digests) + len(chunks.pieces))
-        for rank, held in zip(self._ranks, self._held, strict=True):
-            for names in rank[chunks.group]:
-                for index, segment in enumerate(names.segments(chunks)):
-                    if tiers[index] is not None and segment.key not in held:
-                        tiers[index] = told.get(segment.key)
+        (held, first), *others = keys
+        tiers = [MEMORY if key in held else told.get(key) for key in first]
+        for held, more in others:
+            for index, key in enumerate(more):
+                if tiers[index] is not None and key not in held:
+                    tiers[index] = told.get(key)
         return tiers
 
 

@@ -193,6 +193,7 @@ class Worker:
         """The step's orders, before it is computed. Begins the saves of requests that are over."""
         self._end_step()
         self._orders = orders
+        self._report.ascertained = orders.step.uncertain  # its report goes with what the step's loads have come to
         self._begin("save", self._saved(orders.step.ended, orders))
 
     def load(self, *, wait: bool) -> None:

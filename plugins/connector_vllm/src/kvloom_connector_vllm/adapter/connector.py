@@ -181,6 +181,11 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """With pipeline parallelism only the stages themselves know their layers. Called before the first request."""
         if self._stages > 1:
+            if not all(isinstance(shake, Handshake) for shake in metadata.values()):
+                raise ValueError(
+                    "MultiConnector hands on what one of its connectors says at start-up, and with pipeline "
+                    "parallelism kvloom needs its own: write KVLoomConnector first, beside connectors that say nothing"
+                )
             self._scheduler = self._open_scheduler([shake.names for _, shake in sorted(metadata.items())])
 
     def on_new_request(self, request: Any) -> None:
@@ -195,7 +200,7 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if owner is None:
             return 0, False
         if not self._consumes or getattr(request, "skip_reading_prefix_cache", False):
-            self._scheduler.begin(request, owner)
+            self._scheduler.begin(request, owner, num_computed_tokens)
             return 0, False
         patience = patience_of(getattr(request, "kv_transfer_params", None))
         tokens = self._scheduler.matched(request, owner, num_computed_tokens, patience=patience)
@@ -216,6 +221,8 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._scheduler is not None
         if num_external_tokens > 0:
             self._scheduler.load(request, self._by_group(blocks.get_block_ids()), num_external_tokens)
+        elif not request.num_computed_tokens:  # else nobody was asked
+            self._scheduler.give(request.request_id, self._by_group(blocks.get_block_ids()))
 
     def build_connector_meta(self, scheduler_output: Any) -> Metadata:
         assert self._scheduler is not None
@@ -223,13 +230,19 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         boundaries = self._boundaries(getattr(scheduler_output, "kv_connector_block_state", None))
         # Also those of a request that was preempted in the step that gave them to it.
         zeroed = getattr(scheduler_output, "new_block_ids_to_zero", None) or ()
-        return Metadata(self._scheduler.orders(self._scheduled(scheduler_output), boundaries, zeroed, idle=idle))
+        awaits_loads = getattr(scheduler_output, "has_sync_kv_loads", True)
+        return Metadata(
+            self._scheduler.orders(
+                list(self._scheduled(scheduler_output)), boundaries, zeroed, idle=idle, awaits_loads=awaits_loads
+            )
+        )
 
     def update_connector_output(self, connector_output: Any) -> None:
         assert self._scheduler is not None
         meta = connector_output.kv_connector_worker_meta
         if meta is not None:
-            self._scheduler.report(meta.report)
+            failed = bool(connector_output.invalid_block_ids or connector_output.failed_recving)
+            self._scheduler.report(meta.report, failed=failed)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
