@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, ClassVar
 
 from kvloom_testkit.mutants import Mutant
@@ -57,3 +58,12 @@ class ResetsInWordsOnly(Mutant, DirectoryConnector):
 
     def reset_cache(self) -> bool | None:
         return True
+
+
+class WritesAfterResets(Mutant, DirectoryConnector):
+    """Copies are taken in the step and written later, also where a reset came between."""
+
+    breaks = "E16"
+
+    def write(self, name: str, data: bytes) -> None:
+        threading.Timer(0.3, super().write, (name, data)).start()

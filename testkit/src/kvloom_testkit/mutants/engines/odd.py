@@ -42,10 +42,18 @@ class Forgets(Oddity, DirectoryConnector):
 
 
 class StoresLater(Oddity, DirectoryConnector):
-    """Copies are taken in the step, and written a little later by a thread of its own."""
+    """Copies are taken in the step, and written a little later by a thread of its own, which a reset waits for."""
+
+    writing: ClassVar[list[threading.Timer]] = []
 
     def write(self, name: str, data: bytes) -> None:
-        threading.Timer(0.05, super().write, (name, data)).start()
+        self.writing.append(threading.Timer(0.05, super().write, (name, data)))
+        self.writing[-1].start()
+
+    def reset_cache(self) -> bool | None:
+        while self.writing:
+            self.writing.pop().join()
+        return super().reset_cache()
 
 
 class HoldsBlocks(Oddity, DirectoryConnector):
