@@ -87,15 +87,16 @@ def test_a_measurement_is_said_of_what_is_met(monkeypatch: pytest.MonkeyPatch) -
     assert [(row.outcome, row.reason) for row in check(bench, only=["E32", "E33"])] == [("met", ""), ("met", "1.5 ms")]
 
 
-def test_an_engine_that_does_not_start_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench: Any = FakeBench(monkeypatch, {"E01": RefusedError("needs a GPU")})
-    rows = check(bench)
+@pytest.mark.parametrize("error", [RefusedError("needs a GPU"), HangError("hangs"), EndedError("ended")])
+def test_an_engine_that_does_not_start_is_tried_once(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    bench: Any = FakeBench(monkeypatch, {"E01": error})
+    rows = check(bench, repeat=3)
     assert bench.tried == ["E01"] and outcomes(rows)["not tried"] == list(REQUIREMENTS)[1:]
-    assert rows[0].reason == "needs a GPU"
+    assert rows[0].reason == f"1 of 1 times: {error}" and rows[1].reason.startswith("the engine does not start")
 
 
 def test_the_third_hang_or_end_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = {"E01": HangError("1"), "E03": RaisedError("x"), "E04": EndedError("2"), "E06": HangError("3")}
+    errors = {"E02": HangError("1"), "E03": RaisedError("x"), "E04": EndedError("2"), "E06": HangError("3")}
     bench: Any = FakeBench(monkeypatch, errors)
     assert outcomes(check(bench))["not tried"] == list(REQUIREMENTS)[6:]
     assert bench.tried[-1] == "E06"
