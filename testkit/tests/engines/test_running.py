@@ -9,7 +9,9 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -37,6 +39,7 @@ class FakeBench:
     """A bench whose requirements raise what is written for them."""
 
     folder = Path("/somewhere")
+    host = SimpleNamespace(about={"version": "0.32.1"})
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, errors: dict[str, Exception]) -> None:
         self.tried: list[str] = []
@@ -56,6 +59,9 @@ class FakeBench:
 
     def start_over(self) -> None:
         self.begun += 1
+
+    def close(self) -> None:
+        pass
 
 
 def outcomes(rows: list[Row]) -> dict[str, list[str]]:
@@ -155,11 +161,12 @@ ROWS = [
 
 def test_junit_has_a_case_for_each_row() -> None:
     suite = ElementTree.fromstring(report.xml(report.VLLM, Subject.named("a.b:C"), ROWS))
-    assert suite.attrib["tests"] == "4" and suite.attrib["failures"] == "2" and suite.attrib["skipped"] == "1"
+    assert suite.attrib["tests"] == "4" and suite.attrib["failures"] == "1" and suite.attrib["skipped"] == "2"
     cases = list(suite)
     assert [case.attrib["name"][:3] for case in cases] == ["E01", "E02", "E03", "E04"]
     assert cases[1][0].tag == "failure" and cases[1][0].text == "ended ? <&>"
-    assert cases[2][0].tag == "skipped" and not len(cases[0]) and cases[3][0].tag == "failure"
+    assert cases[2][0].tag == "skipped" and not len(cases[0])
+    assert cases[3][0].tag == "skipped" and cases[3][0].attrib["message"] == "3 hang"
 
 
 def test_json_has_the_rows_and_what_was_checked() -> None:
@@ -167,6 +174,17 @@ def test_json_has_the_rows_and_what_was_checked() -> None:
     found = json.loads(json.dumps(report.document(report.VLLM, subject, "vLLM 0.32.0", ROWS, short=True)))
     assert found["connector"] == "a.b:C" and found["extra"] == {"x": 1} and found["short"] and len(found["rows"]) == 4
     assert found["summary"] == "a.b:C on vLLM 0.32.0: 1 met, 1 not met, 1 skipped, 1 not tried"
+
+
+def test_the_table_says_why_something_was_not_tried(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench: Any = FakeBench(monkeypatch, {"E01": RefusedError("needs a GPU")})
+    engine = replace(report.VLLM, bench=lambda *_, **__: bench)
+    assert report.run(engine, Subject.named("a.b:C"), only=["E01,E02"]) == 1
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"E01  FAIL  starts +\d+\.\d s", first)
+    assert re.fullmatch(r"E02  \?     ends in order +\d+\.\d s  the engine does not start with it.*", second)
 
 
 OPTIONS: dict[str, Any] = dict.fromkeys(

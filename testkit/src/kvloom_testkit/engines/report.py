@@ -120,7 +120,7 @@ def run(
     out = sys.stderr if as_json else sys.stdout
 
     def tell(row: Row) -> None:
-        why = row.reason if row.outcome in ("met", "skipped") else ""
+        why = "" if row.outcome == "not met" else row.reason  # that is told at the end
         text = f"{row.id}  {_MARKS[row.outcome]:4}  {row.title:{width}}  {row.seconds:6.1f} s  {why}"
         print(output.plain(text.rstrip()), file=out, flush=True)
 
@@ -157,9 +157,9 @@ def document(engine: Engine, subject: Any, version: str, rows: Sequence[Row], *,
 
 
 def xml(engine: Engine, subject: Any, rows: Sequence[Row]) -> str:
-    """The rows as JUnit has them: a test case for each."""
-    failed = [row for row in rows if row.outcome in ("not met", "not tried")]
-    skipped = [row for row in rows if row.outcome == "skipped"]
+    """The rows as JUnit has them: a test case for each. Those that were not tried count as skipped."""
+    failed = [row for row in rows if row.outcome == "not met"]
+    skipped = [row for row in rows if row.outcome in ("skipped", "not tried")]
     suite = ElementTree.Element("testsuite", {
         "name": f"kvloom check engine {engine.word} {subject}", "tests": str(len(rows)), "failures": str(len(failed)),
         "skipped": str(len(skipped)), "errors": "0", "time": f"{sum(row.seconds for row in rows):.3f}",
