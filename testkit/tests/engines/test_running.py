@@ -228,6 +228,21 @@ def test_other_engines_and_options_are_refused() -> None:
         report.run_options("sglang", OPTIONS, {}, [], 1.0, as_json=False)
 
 
+def test_a_report_that_cannot_be_written_is_said_before_the_engine_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Path] = []
+    monkeypatch.setattr(report, "run", lambda *_, junit, **__: started.append(junit) or 0)
+    for path in (tmp_path / "nowhere" / "report.xml", tmp_path):
+        with pytest.raises(ConfigError, match=f"--junit: {path} cannot be written"):
+            report.run_options("vllm", {**OPTIONS, "--connector": "a:C", "--junit": path}, {}, [], 1.0, as_json=False)
+    good, before = tmp_path / "report.xml", tmp_path / "before.xml"
+    before.write_text("of the last run")
+    for path in (good, before):
+        report.run_options("vllm", {**OPTIONS, "--connector": "a:C", "--junit": path}, {}, [], 1.0, as_json=False)
+    assert started == [good, before] and not good.exists() and before.read_text() == "of the last run"
+
+
 def test_settings_name_the_store_at_any_depth() -> None:
     subject = Subject.named("a:C", extra={"tiers": [{"path": "{tmp}/kv"}], "size": 3})
     transfer = subject.transfer(Path("/store"), "fail")

@@ -90,6 +90,8 @@ def run_options(
         raise ConfigError(first, text)
     if len(named) > 1:
         raise ConfigError(named[1], f"something else is checked by {named[0]}; remove one of them")
+    if options["--junit"] is not None:
+        _expect_writable(options["--junit"])  # the run takes minutes
     more = {name.removeprefix("--"): options[name] for name in engine.limits if options[name] is not None}
     extra = _extra(options["--extra"])
     subject = engine.subjects[named[0]](options[named[0]], extra=extra, seconds=seconds, **more)
@@ -203,11 +205,21 @@ def _explain(rows: Sequence[Row], requirements: Mapping[str, Requirement], out: 
                 print(output.plain(text), file=out)
 
 
+def _expect_writable(path: Path) -> None:
+    try:
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError("--junit", f"{path} cannot be written: {error}") from error
+
+
 def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(str(path), f"cannot be written: {error}") from error
+        raise ConfigError("--junit", f"{path} cannot be written: {error}") from error
 
 
 def _printable(text: str) -> str:
