@@ -160,8 +160,9 @@ ROWS = [
 
 
 def test_junit_has_a_case_for_each_row() -> None:
-    suite = ElementTree.fromstring(report.xml(report.VLLM, Subject.named("a.b:C"), ROWS))
+    suite = ElementTree.fromstring(report.xml(report.VLLM, Subject.named("a.b:C"), ROWS, 21.5))
     assert suite.attrib["tests"] == "4" and suite.attrib["failures"] == "1" and suite.attrib["skipped"] == "2"
+    assert suite.attrib["time"] == "21.500"
     cases = list(suite)
     assert [case.attrib["name"][:3] for case in cases] == ["E01", "E02", "E03", "E04"]
     assert cases[1][0].tag == "failure" and cases[1][0].text == "ended ? <&>"
@@ -171,9 +172,10 @@ def test_junit_has_a_case_for_each_row() -> None:
 
 def test_json_has_the_rows_and_what_was_checked() -> None:
     subject = Subject.named("a.b:C", extra={"x": 1})
-    found = json.loads(json.dumps(report.document(report.VLLM, subject, "vLLM 0.32.0", ROWS, short=True)))
+    found = json.loads(json.dumps(report.document(report.VLLM, subject, "vLLM 0.32.0", ROWS, 21.5, short=True)))
     assert found["connector"] == "a.b:C" and found["extra"] == {"x": 1} and found["short"] and len(found["rows"]) == 4
-    assert found["summary"] == "a.b:C on vLLM 0.32.0: 1 met, 1 not met, 1 skipped, 1 not tried"
+    assert found["summary"] == "a.b:C on vLLM 0.32.0: 1 met, 1 not met, 1 skipped, 1 not tried, 22 s"
+    assert found["seconds"] == 21.5
 
 
 def test_the_table_says_why_something_was_not_tried(
