@@ -17,15 +17,17 @@ _MOST = 5
 
 @dataclass(slots=True)
 class _Load:
-    """Blocks that the connector is to fill, by group: all of them, and those that it fills whole."""
+    """Blocks that the connector is to fill."""
 
-    blocks: list[list[int]]
-    whole: list[list[int]]
+    blocks: list[list[tuple[int, int]]]
+    """By group, the number of each block, and that of the request's token that it begins with."""
+    end: int
+    """The number of the first token behind those that were promised."""
     asynchronous: bool
 
     @property
     def all(self) -> set[int]:
-        return {block for group in self.blocks for block in group}
+        return {block for group in self.blocks for block, _ in group}
 
 
 class Watch:
@@ -124,16 +126,16 @@ class Watch:
 
     def _promise(self, request: Any, ids: Sequence[Sequence[int]], count: int) -> None:
         local, asynchronous = self._locally.get(request.request_id, (0, False))
-        blocks, whole = [], []
+        blocks, end = [], local + count
         for group, given in zip(self._groups, ids, strict=True):
-            first, end = local // group.block, (local + count) // group.block
-            blocks.append([one for one in given[first : -(-(local + count) // group.block)] if one != _NULL])
-            whole.append([one for one in given[first:end] if one != _NULL])
-        load = self._loads[request.request_id] = _Load(blocks, whole, asynchronous)
+            first = local // group.block
+            numbered = enumerate(given[first : -(-end // group.block)], first)
+            blocks.append([(block, number * group.block) for number, block in numbered if block != _NULL])
+        load = self._loads[request.request_id] = _Load(blocks, end, asynchronous)
         self._count += 1
         if self.on and not self._is_shared(load.all):
-            for group, given in zip(self._groups, blocks, strict=True):
-                group.poison(given)
+            for group, promised in zip(self._groups, blocks, strict=True):
+                group.poison([block for block, _ in promised])
 
     def _is_shared(self, blocks: set[int]) -> bool:
         pool = self._scheduler.kv_cache_manager.block_pool
@@ -185,14 +187,20 @@ class Watch:
             del self._loads[name]
             if name in failed or request is None or request.is_finished() or not self.on:
                 continue  # a load for a request that was aborted need not be done, though it is waited for
-            for group, blocks in zip(self._groups, load.whole, strict=True):
-                if bad & load.all and not bad.intersection(blocks):
+            # Behind what was promised, the step may have computed some.
+            filled = load.end if load.asynchronous else max(load.end, request.num_computed_tokens)
+            for group, blocks in zip(self._groups, load.blocks, strict=True):
+                if bad & load.all and not bad.intersection(block for block, _ in blocks):
                     continue  # they may be computed again with those of another group
-                for block in blocks:
+                for block, begin in blocks:
                     if block in bad:
                         break  # and those behind it are computed
-                    if group.is_poisoned(block):
-                        self._fault("unfilled", f"block {block} of {blocks} was promised and has old content in it")
+                    if group.is_poisoned(block, min(filled - begin, group.block)):
+                        self._unfilled(block, [one for one, _ in blocks], min(load.end - begin, group.block), group)
+
+    def _unfilled(self, block: int, blocks: list[int], slots: int, group: Group) -> None:
+        part = f", {slots} of its {group.block} tokens," if slots < group.block else ""
+        self._fault("unfilled", f"block {block} of {blocks}{part} was promised and has old content in it")
 
     def _fault(self, kind: str, text: str) -> None:
         found = self._faults.setdefault(kind, [])
