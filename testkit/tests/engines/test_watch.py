@@ -32,7 +32,9 @@ class Scheduler:
     def __init__(self, groups: int) -> None:
         self.ids = IDS[:groups]
         held = {block for group in self.ids for block in group}
-        pool = SimpleNamespace(blocks=[SimpleNamespace(ref_cnt=int(number in held)) for number in range(BLOCKS)])
+        self.evicted: set[int] = set()
+        blocks = [SimpleNamespace(block_id=number, ref_cnt=int(number in held)) for number in range(BLOCKS)]
+        pool = SimpleNamespace(blocks=blocks, evict_blocks=self.evicted.update)
         self.kv_cache_manager = SimpleNamespace(block_pool=pool, get_block_ids=lambda name: self.ids)
         self.request = Request()
         self.requests = {self.request.request_id: self.request}
@@ -206,6 +208,22 @@ def test_blocks_that_the_engine_clears_or_copies_may_change_and_promised_ones_ar
     steps.step({3: 1.0, 1: 1.0})
     clear([3])
     assert cleared == [6, 3]
+
+
+def test_blocks_that_are_given_back_are_overwritten_if_asked() -> None:
+    steps = Steps()
+    blocks = steps.scheduler.kv_cache_manager.block_pool.blocks
+    blocks[3].ref_cnt = 0
+    steps.step()
+    assert not any(steps.poisoned(3)) and not steps.scheduler.evicted
+    steps.watch.overwrites = True
+    blocks[1].ref_cnt = 0
+    steps.step()
+    assert all(steps.poisoned(1)) and not any(steps.poisoned(5)) and steps.scheduler.evicted == {1}
+    steps.step()
+    assert not steps.faults(), "it was the kit"
+    steps.step({1: 1.0})
+    assert len(steps.faults()["foreign"]) == 1 and not any(steps.poisoned(1))
 
 
 def test_a_load_for_an_aborted_request_need_not_be_done() -> None:

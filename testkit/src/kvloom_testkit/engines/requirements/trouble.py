@@ -74,8 +74,7 @@ class Trouble:
 
         Why: what was in the block before is another request's KV.
 
-        Usually: a load that stops at the first error, a layer that is left out, or the last block where it was promised in
-        part.
+        Usually: a load that stops at the first error, a layer that is left out, or a last block promised in part.
         """
         _expect_none(bench, "unfilled")
         if not bench.loads:

@@ -141,6 +141,10 @@ class Driver(RenamesTogether):
         else:
             self._watch.when_promised = lambda: damage(Path(folder), how)
 
+    def overwrite_freed(self) -> None:
+        """From now on, overwrite blocks that are given back, at the end of each step, as their next owner may."""
+        self._watch.overwrites = True
+
     def watch(self, on: bool) -> None:
         """Look, or don't, at every block in every step; it takes time."""
         self._watch.look(on)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvloom_testkit.engines.vllm.memory import Group
+from kvloom_testkit.engines.vllm.memory import POISON, Group
 
 _NULL = 0
 """vLLM's block for those that it does not keep, with what nobody reads."""
@@ -45,6 +45,8 @@ class Watch:
         """Called once, after the connector was asked what it has of a request."""
         self.when_promised: Callable[[], object] | None = None
         """Called once, after a request's blocks are allocated and before the connector is told."""
+        self.overwrites = False
+        """Whether blocks that are given back are overwritten at the end of the step, as their next owner may."""
         self._scheduler, self._groups = scheduler, groups
         layers = [layer for group in groups for layer in group.layers]
         self._layers = list({(one.data_ptr(), one.shape, one.stride()): one for one in layers}.values())
@@ -52,6 +54,8 @@ class Watch:
         self._locally: dict[str, tuple[int, bool]] = {}
         self._loads: dict[str, _Load] = {}
         self._allowed: set[int] = set()
+        self._held: set[int] = set()
+        """Blocks that had an owner before, or after the engine scheduled this step."""
         self._faults: dict[str, list[str]] = {}
         self._steps = self._count = 0
         self._wrap()
@@ -82,11 +86,14 @@ class Watch:
         def scheduled(*args: Any, **kwargs: Any) -> Any:
             output = schedule(*args, **kwargs)
             self._allowed = self._computed(output)
+            self._held |= self._owned()
             return output
 
         def updated(output: Any, result: Any) -> Any:
             self._compare(getattr(result, "kv_connector_output", None))
-            return update(output, result)
+            done = update(output, result)
+            self._overwrite_freed()
+            return done
 
         scheduler.schedule, scheduler.update_from_output = scheduled, updated
         if connector is None:
@@ -140,6 +147,18 @@ class Watch:
     def _is_shared(self, blocks: set[int]) -> bool:
         pool = self._scheduler.kv_cache_manager.block_pool
         return any(pool.blocks[one].ref_cnt > 1 for one in blocks)
+
+    def _owned(self) -> set[int]:
+        return {one.block_id for one in self._scheduler.kv_cache_manager.block_pool.blocks if one.ref_cnt}
+
+    def _overwrite_freed(self) -> None:
+        """Overwrite the blocks that are free since the last step, which the engine's prefix cache then forgets."""
+        owned = self._owned()
+        freed, self._held = self._held - owned - {_NULL}, owned
+        if self.overwrites and freed:
+            self._scheduler.kv_cache_manager.block_pool.evict_blocks(freed)
+            for memory in (*self._layers, *self._before):
+                memory[list(freed)] = POISON
 
     def _computed(self, output: Any) -> set[int]:
         """Blocks in which the model computes tokens in this step, and those that the engine itself writes to."""

@@ -6,7 +6,7 @@ import threading
 from typing import Any, ClassVar
 
 from kvloom_testkit.mutants import Mutant
-from kvloom_testkit.reference.vllm.connector import DirectoryConnector
+from kvloom_testkit.reference.vllm.connector import DirectoryConnector, Transfer
 
 
 class ExtendsTheResumed(Mutant, DirectoryConnector):
@@ -16,6 +16,20 @@ class ExtendsTheResumed(Mutant, DirectoryConnector):
 
     def extend(self, known: Any, blocks: list[int], *, resumed: bool) -> None:
         super().extend(known, blocks, resumed=False)
+
+
+class SavesInTheBackground(Mutant, DirectoryConnector):
+    """Blocks are copied a little after the step that filled them, though they may have been given back by then."""
+
+    breaks = "E12"
+
+    def wait_for_save(self) -> None:
+        threading.Timer(0.02, self.write_blocks, (self._orders.saves,)).start()
+
+    def write_blocks(self, saves: list[Transfer]) -> None:
+        for save in saves:
+            for name, block in zip(save.names, save.blocks, strict=True):
+                self.write(name, b"".join(self.pages(block)))
 
 
 class HoldsTheAborted(Mutant, DirectoryConnector):
