@@ -17,8 +17,8 @@ class Lifetime:
 
         Why: a preempted request comes back with other blocks, and those that it had belong to somebody else.
 
-        Usually: the list of a request's blocks extended where it was replaced, or copies from blocks that were given back,
-        which are overwritten here at once.
+        Usually: the list of a request's blocks extended where it was replaced, or copies of blocks that were given
+        back, which are overwritten here at once.
         """
         blocks = 16 * bench.chunk // bench.block
         session = bench.session("tight", store="tight", num_gpu_blocks_override=blocks)

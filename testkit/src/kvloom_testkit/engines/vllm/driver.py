@@ -12,11 +12,12 @@ from typing import Any
 from kvloom_testkit.engines.damage import damage
 from kvloom_testkit.engines.rename_barrier import RenamesTogether
 from kvloom_testkit.engines.vllm.memory import groups_of
+from kvloom_testkit.engines.vllm.slow_writes import WritesSlowly
 from kvloom_testkit.engines.vllm.waits import waits
 from kvloom_testkit.engines.vllm.watch import Watch
 
 
-class Driver(RenamesTogether):
+class Driver(RenamesTogether, WritesSlowly):
     """The calls. Blocks and tokens are counted as vLLM counts them; prompts are lists of token ids."""
 
     def __init__(self) -> None:
