@@ -207,7 +207,9 @@ OPTIONS: dict[str, Any] = dict.fromkeys(
     ({"--connector": "a:C", "--extra": "[]"}, "--extra: expected a JSON"),
     ({"--connector": "a:C", "--extra": "[" * 100_000}, "--extra: expected a JSON"),
     ({"--connector": "a:C", "--block": 32, "--chunk": 48}, "--chunk: expected a multiple"),
-    ({"--connector": "a:C", "--block": 0}, "expected a multiple"),
+    ({"--connector": "a:C", "--block": 0}, "--block: expected a multiple of 32"),
+    ({"--connector": "a:C", "--block": 7}, "--block: expected a multiple of 32 tokens, as vLLM's"),
+    ({"--connector": "a:C", "--chunk": 0}, "--chunk: expected a multiple of the block's 32"),
 ])  # fmt: skip
 def test_options_that_cannot_be(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
