@@ -1,4 +1,4 @@
-"""What one process opens to write is empty until the other has looked."""
+"""A file that one process opens to write is empty until the other has looked."""
 
 from __future__ import annotations
 

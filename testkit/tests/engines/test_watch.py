@@ -32,9 +32,7 @@ class Scheduler:
     def __init__(self, groups: int) -> None:
         self.ids = IDS[:groups]
         held = {block for group in self.ids for block in group}
-        self.evicted: set[int] = set()
-        blocks = [SimpleNamespace(block_id=number, ref_cnt=int(number in held)) for number in range(BLOCKS)]
-        pool = SimpleNamespace(blocks=blocks, evict_blocks=self.evicted.update)
+        pool = SimpleNamespace(blocks=[SimpleNamespace(ref_cnt=int(number in held)) for number in range(BLOCKS)])
         self.kv_cache_manager = SimpleNamespace(block_pool=pool, get_block_ids=lambda name: self.ids)
         self.request = Request()
         self.requests = {self.request.request_id: self.request}
@@ -210,20 +208,18 @@ def test_blocks_that_the_engine_clears_or_copies_may_change_and_promised_ones_ar
     assert cleared == [6, 3]
 
 
-def test_blocks_that_are_given_back_are_overwritten_if_asked() -> None:
+def test_blocks_that_a_step_gives_to_a_request_are_overwritten_if_asked() -> None:
     steps = Steps()
-    blocks = steps.scheduler.kv_cache_manager.block_pool.blocks
-    blocks[3].ref_cnt = 0
-    steps.step()
-    assert not any(steps.poisoned(3)) and not steps.scheduler.evicted
+    told: list[bool] = []
+    bind = steps.watch.overwrite_after(lambda orders: told.append(any(steps.poisoned(5))))
+    steps.scheduler.scheduled, steps.scheduler.request.num_computed_tokens = 5, 10  # from the sixth token on
+    steps.scheduler.schedule()
+    bind("orders")
+    assert not any(steps.poisoned(5))
     steps.watch.overwrites = True
-    blocks[1].ref_cnt = 0
-    steps.step()
-    assert all(steps.poisoned(1)) and not any(steps.poisoned(5)) and steps.scheduler.evicted == {1}
-    steps.step()
-    assert not steps.faults(), "it was the kit"
-    steps.step({1: 1.0})
-    assert len(steps.faults()["foreign"]) == 1 and not any(steps.poisoned(1))
+    bind("orders")
+    assert told == [False, False], "only when the connector knows"
+    assert all(steps.poisoned(5)) and not any(steps.poisoned(3) + steps.poisoned(1)), "the second has a token already"
 
 
 def test_a_load_for_an_aborted_request_need_not_be_done() -> None:

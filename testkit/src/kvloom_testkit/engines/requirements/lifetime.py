@@ -17,12 +17,12 @@ class Lifetime:
 
         Why: a preempted request comes back with other blocks, and those that it had belong to somebody else.
 
-        Usually: the list of a request's blocks extended where it was replaced, or copies of blocks that were given
-        back, which are overwritten here at once.
+        Usually: the list of a request's blocks extended where it was replaced, or copies of blocks that another request
+        has by then.
         """
         blocks = 16 * bench.chunk // bench.block
         session = bench.session("tight", store="tight", num_gpu_blocks_override=blocks)
-        session.engine.call("overwrite_freed")
+        session.engine.call("overwrite_given")
         prompts = [tokens(40, bench.chunk) + tokens(41 + one, bench.chunk + bench.block // 2) for one in range(6)]
         requests = [{"prompt": prompt, "max_tokens": 2 * bench.chunk} for prompt in prompts]
         for turn in ("first", "again"):
@@ -37,15 +37,15 @@ class Lifetime:
             longer = prompt + answer["tokens"] + tokens(50, 5)
             (found,) = bench.ask(session, [longer])
             bench.compare(longer, found, "after preemption, a prompt")
-        # These give their blocks back in the step that fills them.
-        brief = [{"prompt": tokens(400 + one, 2 * bench.chunk + 3), "max_tokens": 1} for one in range(6)]
+        # These give their blocks back in the step that fills them, and the next step gives some to the next request.
+        brief = [{"prompt": tokens(45 + one, 9 * bench.chunk + 3), "max_tokens": 1} for one in range(4)]
         bench.ask(session, brief, together=True)
         session.engine.call("settle")
         for request in brief:
             bench.forget(session)
             longer = request["prompt"] + tokens(51, 5)
             (found,) = bench.ask(session, [longer])
-            bench.compare(longer, found, "that continues one whose blocks were given back and overwritten, a prompt")
+            bench.compare(longer, found, "that continues one whose blocks another one got at once, a prompt")
         _expect_nothing_held(session, "after preemption")
 
     def test_E13_aborted_requests_give_back(self, bench: Bench) -> None:

@@ -30,6 +30,7 @@ class Driver(RenamesTogether, WritesSlowly):
         """
         from vllm import LLM
         from vllm.config import KVTransferConfig
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
         if llm.get("tensor_parallel_size", 1) > 1:
             _fork_ranks()
@@ -45,6 +46,9 @@ class Driver(RenamesTogether, WritesSlowly):
         self._watch = Watch(self._scheduler, groups_of(config, caches))
         if runner:
             runner._zero_block_ids = self._watch.keep_poison(runner._zero_block_ids)
+        if runner and has_kv_transfer_group():
+            connector = get_kv_transfer_group()
+            connector.bind_connector_metadata = self._watch.overwrite_after(connector.bind_connector_metadata)
         self._waits = waits(self._scheduler.connector)
         return {"block": self._scheduler.block_size, "blocks": self._pool.num_gpu_blocks, **self.state()}
 
@@ -142,8 +146,8 @@ class Driver(RenamesTogether, WritesSlowly):
         else:
             self._watch.when_promised = lambda: damage(Path(folder), how)
 
-    def overwrite_freed(self) -> None:
-        """From now on, overwrite blocks that are given back, at the end of each step, as their next owner may."""
+    def overwrite_given(self) -> None:
+        """From now on, overwrite blocks that a step gives to a request at its start. Not for models with states."""
         self._watch.overwrites = True
 
     def watch(self, on: bool) -> None:

@@ -46,7 +46,7 @@ class Watch:
         self.when_promised: Callable[[], object] | None = None
         """Called once, after a request's blocks are allocated and before the connector is told."""
         self.overwrites = False
-        """Whether blocks that are given back are overwritten at the end of the step, as their next owner may."""
+        """Whether blocks that a step gives to a request are overwritten at its start, and not when it computes them."""
         self._scheduler, self._groups = scheduler, groups
         layers = [layer for group in groups for layer in group.layers]
         self._layers = list({(one.data_ptr(), one.shape, one.stride()): one for one in layers}.values())
@@ -54,8 +54,8 @@ class Watch:
         self._locally: dict[str, tuple[int, bool]] = {}
         self._loads: dict[str, _Load] = {}
         self._allowed: set[int] = set()
-        self._held: set[int] = set()
-        """Blocks that had an owner before, or after the engine scheduled this step."""
+        self._given: set[int] = set()
+        """Blocks in which nothing is that a request computed or loaded before this step, which computes in them."""
         self._faults: dict[str, list[str]] = {}
         self._steps = self._count = 0
         self._wrap()
@@ -79,6 +79,17 @@ class Watch:
 
         return cleared
 
+    def overwrite_after(self, bind: Callable[..., object]) -> Callable[..., None]:
+        """A worker's function that has told the connector all about a step, so that it reads none of these any more."""
+
+        def bound(*args: Any, **kwargs: Any) -> None:
+            bind(*args, **kwargs)
+            if self.overwrites:
+                for layer in self._layers:
+                    layer[list(self._given)] = POISON
+
+        return bound
+
     def _wrap(self) -> None:
         scheduler, connector = self._scheduler, self._scheduler.connector
         schedule, update = scheduler.schedule, scheduler.update_from_output
@@ -86,14 +97,11 @@ class Watch:
         def scheduled(*args: Any, **kwargs: Any) -> Any:
             output = schedule(*args, **kwargs)
             self._allowed = self._computed(output)
-            self._held |= self._owned()
             return output
 
         def updated(output: Any, result: Any) -> Any:
             self._compare(getattr(result, "kv_connector_output", None))
-            done = update(output, result)
-            self._overwrite_freed()
-            return done
+            return update(output, result)
 
         scheduler.schedule, scheduler.update_from_output = scheduled, updated
         if connector is None:
@@ -148,20 +156,9 @@ class Watch:
         pool = self._scheduler.kv_cache_manager.block_pool
         return any(pool.blocks[one].ref_cnt > 1 for one in blocks)
 
-    def _owned(self) -> set[int]:
-        return {one.block_id for one in self._scheduler.kv_cache_manager.block_pool.blocks if one.ref_cnt}
-
-    def _overwrite_freed(self) -> None:
-        """Overwrite the blocks that are free since the last step, which the engine's prefix cache then forgets."""
-        owned = self._owned()
-        freed, self._held = self._held - owned - {_NULL}, owned
-        if self.overwrites and freed:
-            self._scheduler.kv_cache_manager.block_pool.evict_blocks(freed)
-            for memory in (*self._layers, *self._before):
-                memory[list(freed)] = POISON
-
     def _computed(self, output: Any) -> set[int]:
         """Blocks in which the model computes tokens in this step, and those that the engine itself writes to."""
+        self._given = set()
         found = set(getattr(output, "new_block_ids_to_zero", None) or ())
         found.update(target for _, target in getattr(output, "kv_cache_block_copies", None) or ())
         for name in output.num_scheduled_tokens:
@@ -170,6 +167,7 @@ class Watch:
             done = request.num_computed_tokens - output.num_scheduled_tokens[name]
             for group, ids in zip(self._groups, self._scheduler.kv_cache_manager.get_block_ids(name), strict=True):
                 found.update(ids[max(done, 0) // group.block :])
+                self._given.update(ids[-(-max(done, 0) // group.block) :])
         return found
 
     def _compare(self, told: Any) -> None:
