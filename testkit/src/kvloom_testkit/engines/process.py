@@ -22,7 +22,8 @@ from kvloom import ConfigError
 _IMPORT_SECONDS = 180.0
 _LAST_WORDS, _LAST_LINES = 600, 6
 _LAST_BYTES = 16 << 10
-_STACK_SECONDS = 1.0
+_STACK_SECONDS = 5.0
+"""Bound of the time that a process may take to say where it hangs; usually it is milliseconds."""
 _ENDING_SECONDS = 5.0
 
 
