@@ -88,6 +88,18 @@ def test_one_that_ends_is_said_to_have(host: Host, call: str, arguments: dict[st
         engine.kill()
 
 
+def test_of_one_that_leaves_the_place_is_said_and_nothing_of_its_log() -> None:
+    with Host("leaving_host", environment=PATH) as host:
+        engine = host.fork(20)
+        said = r"with status 3 in start; it was at engines/leaving_host.py, line \d+ in leaves, called by .* in start"
+        with pytest.raises(EndedError, match=said) as caught:
+            engine.call("start")
+        assert "before" not in str(caught.value)
+        engine = host.fork(20)
+        engine.call("fork_and_leave")
+        engine.close()
+
+
 def test_one_that_raises_at_start_has_refused(host: Host) -> None:
     engine = host.fork(20)
     with pytest.raises(RefusedError, match=r"refused to start: start: RuntimeError: needs a GPU \(at b/c.py, line 7"):
@@ -160,3 +172,11 @@ def test_of_a_long_log_the_end_is_read(tmp_path: Path) -> None:
     with log.open("ab") as file:
         file.write(b"\nlast words\n")
     assert process._end_of(log).endswith("last words")
+
+
+def test_lines_of_a_log_are_not_cut(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(f"before\n{'x' * 400}\n{'y' * 400}\nlast words\n")
+    assert process._end_of(log) == f"{'y' * 400}\nlast words"
+    log.write_text("z" * 1000)
+    assert process._end_of(log) == "z" * 600

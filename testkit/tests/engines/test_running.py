@@ -9,7 +9,9 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -37,6 +39,7 @@ class FakeBench:
     """A bench whose requirements raise what is written for them."""
 
     folder = Path("/somewhere")
+    host = SimpleNamespace(about={"version": "0.32.1"})
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, errors: dict[str, Exception]) -> None:
         self.tried: list[str] = []
@@ -56,6 +59,9 @@ class FakeBench:
 
     def start_over(self) -> None:
         self.begun += 1
+
+    def close(self) -> None:
+        pass
 
 
 def outcomes(rows: list[Row]) -> dict[str, list[str]]:
@@ -87,15 +93,16 @@ def test_a_measurement_is_said_of_what_is_met(monkeypatch: pytest.MonkeyPatch) -
     assert [(row.outcome, row.reason) for row in check(bench, only=["E32", "E33"])] == [("met", ""), ("met", "1.5 ms")]
 
 
-def test_an_engine_that_does_not_start_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench: Any = FakeBench(monkeypatch, {"E01": RefusedError("needs a GPU")})
-    rows = check(bench)
+@pytest.mark.parametrize("error", [RefusedError("needs a GPU"), HangError("hangs"), EndedError("ended")])
+def test_an_engine_that_does_not_start_is_tried_once(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    bench: Any = FakeBench(monkeypatch, {"E01": error})
+    rows = check(bench, repeat=3)
     assert bench.tried == ["E01"] and outcomes(rows)["not tried"] == list(REQUIREMENTS)[1:]
-    assert rows[0].reason == "needs a GPU"
+    assert rows[0].reason == f"1 of 1 times: {error}" and rows[1].reason.startswith("the engine does not start")
 
 
 def test_the_third_hang_or_end_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = {"E01": HangError("1"), "E03": RaisedError("x"), "E04": EndedError("2"), "E06": HangError("3")}
+    errors = {"E02": HangError("1"), "E03": RaisedError("x"), "E04": EndedError("2"), "E06": HangError("3")}
     bench: Any = FakeBench(monkeypatch, errors)
     assert outcomes(check(bench))["not tried"] == list(REQUIREMENTS)[6:]
     assert bench.tried[-1] == "E06"
@@ -153,19 +160,33 @@ ROWS = [
 
 
 def test_junit_has_a_case_for_each_row() -> None:
-    suite = ElementTree.fromstring(report.xml(report.VLLM, Subject.named("a.b:C"), ROWS))
-    assert suite.attrib["tests"] == "4" and suite.attrib["failures"] == "2" and suite.attrib["skipped"] == "1"
+    suite = ElementTree.fromstring(report.xml(report.VLLM, Subject.named("a.b:C"), ROWS, 21.5))
+    assert suite.attrib["tests"] == "4" and suite.attrib["failures"] == "1" and suite.attrib["skipped"] == "2"
+    assert suite.attrib["time"] == "21.500"
     cases = list(suite)
     assert [case.attrib["name"][:3] for case in cases] == ["E01", "E02", "E03", "E04"]
     assert cases[1][0].tag == "failure" and cases[1][0].text == "ended ? <&>"
-    assert cases[2][0].tag == "skipped" and not len(cases[0]) and cases[3][0].tag == "failure"
+    assert cases[2][0].tag == "skipped" and not len(cases[0])
+    assert cases[3][0].tag == "skipped" and cases[3][0].attrib["message"] == "3 hang"
 
 
 def test_json_has_the_rows_and_what_was_checked() -> None:
     subject = Subject.named("a.b:C", extra={"x": 1})
-    found = json.loads(json.dumps(report.document(report.VLLM, subject, "vLLM 0.32.0", ROWS, short=True)))
+    found = json.loads(json.dumps(report.document(report.VLLM, subject, "vLLM 0.32.0", ROWS, 21.5, short=True)))
     assert found["connector"] == "a.b:C" and found["extra"] == {"x": 1} and found["short"] and len(found["rows"]) == 4
-    assert found["summary"] == "a.b:C on vLLM 0.32.0: 1 met, 1 not met, 1 skipped, 1 not tried"
+    assert found["summary"] == "a.b:C on vLLM 0.32.0: 1 met, 1 not met, 1 skipped, 1 not tried, 22 s"
+    assert found["seconds"] == 21.5
+
+
+def test_the_table_says_why_something_was_not_tried(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench: Any = FakeBench(monkeypatch, {"E01": RefusedError("needs a GPU")})
+    engine = replace(report.VLLM, bench=lambda *_, **__: bench)
+    assert report.run(engine, Subject.named("a.b:C"), only=["E01,E02"]) == 1
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"E01  FAIL  starts +\d+\.\d s", first)
+    assert re.fullmatch(r"E02  \?     ends in order +\d+\.\d s  the engine does not start with it.*", second)
 
 
 OPTIONS: dict[str, Any] = dict.fromkeys(
@@ -186,7 +207,9 @@ OPTIONS: dict[str, Any] = dict.fromkeys(
     ({"--connector": "a:C", "--extra": "[]"}, "--extra: expected a JSON"),
     ({"--connector": "a:C", "--extra": "[" * 100_000}, "--extra: expected a JSON"),
     ({"--connector": "a:C", "--block": 32, "--chunk": 48}, "--chunk: expected a multiple"),
-    ({"--connector": "a:C", "--block": 0}, "expected a multiple"),
+    ({"--connector": "a:C", "--block": 0}, "--block: expected a multiple of 32"),
+    ({"--connector": "a:C", "--block": 7}, "--block: expected a multiple of 32 tokens, as vLLM's"),
+    ({"--connector": "a:C", "--chunk": 0}, "--chunk: expected a multiple of the block's 32"),
 ])  # fmt: skip
 def test_options_that_cannot_be(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
@@ -207,6 +230,21 @@ def test_other_engines_and_options_are_refused() -> None:
         report.run_options("transformers", OPTIONS, {}, [], 1.0, as_json=False)
     with pytest.raises(ConfigError, match="--storage: missing; write MODULE:CLASS, as SGLang imports it"):
         report.run_options("sglang", OPTIONS, {}, [], 1.0, as_json=False)
+
+
+def test_a_report_that_cannot_be_written_is_said_before_the_engine_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Path] = []
+    monkeypatch.setattr(report, "run", lambda *_, junit, **__: started.append(junit) or 0)
+    for path in (tmp_path / "nowhere" / "report.xml", tmp_path):
+        with pytest.raises(ConfigError, match=f"--junit: {path} cannot be written"):
+            report.run_options("vllm", {**OPTIONS, "--connector": "a:C", "--junit": path}, {}, [], 1.0, as_json=False)
+    good, before = tmp_path / "report.xml", tmp_path / "before.xml"
+    before.write_text("of the last run")
+    for path in (good, before):
+        report.run_options("vllm", {**OPTIONS, "--connector": "a:C", "--junit": path}, {}, [], 1.0, as_json=False)
+    assert started == [good, before] and not good.exists() and before.read_text() == "of the last run"
 
 
 def test_settings_name_the_store_at_any_depth() -> None:

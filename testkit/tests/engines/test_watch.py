@@ -66,7 +66,7 @@ class Steps:
 
     def poisoned(self, block: int) -> list[bool]:
         """For each layer, whether a block has in it what nobody loaded."""
-        return [Group(BLOCK, [bits(one)]).is_poisoned(block) for one in self.caches]
+        return [Group(BLOCK, [bits(one)]).is_poisoned(block, BLOCK) for one in self.caches]
 
     def promise(self, local: int = 0) -> None:
         connector, request = self.scheduler.connector, self.scheduler.request
@@ -127,6 +127,28 @@ def test_loads_may_change_what_was_promised_and_must() -> None:
     assert not steps.faults(), "that it failed was said"
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_of_a_block_that_was_promised_in_part_that_part_is_filled(asynchronous: bool) -> None:
+    steps = Steps()
+    steps.scheduler.claim = (11, asynchronous)  # two blocks, and three tokens of the third
+    told = {"finished_recving": {Request.request_id}} if asynchronous else {}
+
+    def load(slots: int, computed: int = 0) -> list[str]:
+        steps.promise()
+        for cache in steps.caches:
+            cache[5, :, :slots] = 1.0
+            cache[5, :, BLOCK - computed :] = 1.0
+        steps.scheduler.request.num_computed_tokens = 11 + computed
+        steps.step({3: 1.0, 1: 1.0}, **told)
+        return steps.faults().get("unfilled", [])
+
+    assert not load(4) and not load(3)
+    assert load(2) == load(0) == ["block 5 of [3, 1, 5], 3 of its 4 tokens, was promised and has old content in it"]
+    if not asynchronous:
+        assert not load(3, computed=1), "computed in the same step"
+        assert len(load(2, computed=1)) == 1
+
+
 def test_a_load_behind_local_blocks_fills_those_behind() -> None:
     steps = Steps()
     steps.promise(local=4)
@@ -184,6 +206,20 @@ def test_blocks_that_the_engine_clears_or_copies_may_change_and_promised_ones_ar
     steps.step({3: 1.0, 1: 1.0})
     clear([3])
     assert cleared == [6, 3]
+
+
+def test_blocks_that_a_step_gives_to_a_request_are_overwritten_if_asked() -> None:
+    steps = Steps()
+    told: list[bool] = []
+    bind = steps.watch.overwrite_after(lambda orders: told.append(any(steps.poisoned(5))))
+    steps.scheduler.scheduled, steps.scheduler.request.num_computed_tokens = 5, 10  # from the sixth token on
+    steps.scheduler.schedule()
+    bind("orders")
+    assert not any(steps.poisoned(5))
+    steps.watch.overwrites = True
+    bind("orders")
+    assert told == [False, False], "only when the connector knows"
+    assert all(steps.poisoned(5)) and not any(steps.poisoned(3) + steps.poisoned(1)), "the second has a token already"
 
 
 def test_a_load_for_an_aborted_request_need_not_be_done() -> None:

@@ -23,15 +23,22 @@ def add(commands: typer.Typer) -> None:
         type: Annotated[str, typer.Argument(help="The word in YAML; of an engine, vllm, sglang or transformers.")],
         set: Annotated[
             list[str] | None,
-            typer.Option("--set", help="A setting, KEY=VALUE as in YAML; {tmp} is a directory of each test's own."),
+            typer.Option(
+                "--set",
+                help="A setting, KEY=VALUE as in YAML; {tmp} is a directory of each test's own. Engines: --extra.",
+            ),
         ] = None,
         only: Annotated[list[str] | None, typer.Option("--only", help="Ids of requirements; default: all.")] = None,
         seconds: Annotated[
-            float, typer.Option("--seconds", help="Time after which a requirement counts as hanging.")
+            float, typer.Option("--seconds", help="Time after which a requirement, or an engine's answer, is a hang.")
         ] = 120.0,
         repeat: Annotated[int, typer.Option("--repeat", help="Number of runs of each, to find rare failures.")] = 1,
         thorough: Annotated[
-            bool, typer.Option("--thorough", help="Test longer: more rounds of races, more blobs, more kills.")
+            bool,
+            typer.Option(
+                "--thorough",
+                help="Test longer: more rounds of races, more blobs, more kills. Engines: --repeat.",
+            ),
         ] = False,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
         connector: Annotated[

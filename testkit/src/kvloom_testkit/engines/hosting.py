@@ -21,7 +21,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing import resource_tracker
-from typing import Any
+from typing import Any, NoReturn, TextIO
 
 _PR_SET_PDEATHSIG = 1
 _MOST_CHARACTERS = 4000
@@ -67,14 +67,16 @@ def run(
 
 def _become(order: dict[str, Any], path: str, driver: Callable[[], object]) -> None:
     """Be the process of an engine, and never return."""
-    code = 1
+    code, leave = 1, os._exit
     try:
         os.setsid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # whatever the engine does then
         log, nothing = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), os.open(os.devnull, os.O_RDONLY)
         for target, source in ((0, nothing), (1, log), (2, log)):
             os.dup2(source, target)
-        faulthandler.register(signal.SIGUSR1, file=open(order["stack"], "w"), all_threads=True)  # noqa: SIM115
+        stack = open(order["stack"], "w")  # noqa: SIM115
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+        os._exit = _told(leave, stack)
         faulthandler.enable(file=2)
         if torch := sys.modules.get("torch"):
             # Its pool of threads is made anew at the first use after a fork, by a step that two threads must not race.
@@ -88,7 +90,19 @@ def _become(order: dict[str, Any], path: str, driver: Callable[[], object]) -> N
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # without taking thousands of modules apart
+        leave(code)  # without taking thousands of modules apart
+
+
+def _told(leave: Callable[[int], NoReturn], stack: TextIO) -> Callable[[int], NoReturn]:
+    """`os._exit`, but that this process, though not its forks, says first where it was called."""
+    process = os.getpid()
+
+    def told(status: int) -> NoReturn:
+        if os.getpid() == process:
+            faulthandler.dump_traceback(stack)
+        leave(status)
+
+    return told
 
 
 def serve(path: str, identity: str, driver: object) -> None:

@@ -20,9 +20,10 @@ from typing import Any
 from kvloom import ConfigError
 
 _IMPORT_SECONDS = 180.0
-_LAST_WORDS = 600
+_LAST_WORDS, _LAST_LINES = 600, 6
 _LAST_BYTES = 16 << 10
-_STACK_SECONDS = 1.0
+_STACK_SECONDS = 5.0
+"""Bound of the time that a process may take to say where it hangs; usually it is milliseconds."""
 _ENDING_SECONDS = 5.0
 
 
@@ -188,7 +189,8 @@ class Engine:
         except (EOFError, ConnectionError):
             status = self._reap()
             how = f"by signal {-status}" if status < 0 else f"with status {status}"
-            raise EndedError(f"the process ended {how} in {name}: {_end_of(self._log)}".removesuffix(": ")) from None
+            where = _innermost(self._stack) or f": {_end_of(self._log)}".removesuffix(": ")
+            raise EndedError(f"the process ended {how} in {name}{where}") from None
         if "error" in answer:
             raise RaisedError(f"{name}: {answer['error']}{_origin(answer.get('where', ''))}")
         return answer["ok"]
@@ -289,7 +291,10 @@ def _end_of(path: Path) -> str:
             lines = file.read(_LAST_BYTES).decode(errors="replace").strip().splitlines()
     except OSError:
         return ""
-    return "\n".join(lines[-6:])[-_LAST_WORDS:]
+    kept = lines[-_LAST_LINES:]
+    while len("\n".join(kept)) > _LAST_WORDS and len(kept) > 1:
+        kept = kept[1:]
+    return "\n".join(kept)[-_LAST_WORDS:]
 
 
 def _origin(trace: str) -> str:
@@ -299,12 +304,13 @@ def _origin(trace: str) -> str:
 
 
 def _innermost(path: Path) -> str:
-    """The innermost places of the main thread in a dump of faulthandler."""
+    """The innermost places of the main thread in a dump of faulthandler, but for the kit's own."""
     try:
         text = path.read_text()
     except OSError:
         return ""
-    current: Sequence[str] = text.rpartition("Current thread")[2].splitlines()[1:4]
+    lines = text.rpartition("Current thread")[2].splitlines()[1:]
+    current: Sequence[str] = [line for line in lines if "engines/hosting.py" not in line][:3]
     return "; it was at " + ", called by ".join(_short(line.strip()) for line in current) if current else ""
 
 

@@ -90,6 +90,8 @@ def run_options(
         raise ConfigError(first, text)
     if len(named) > 1:
         raise ConfigError(named[1], f"something else is checked by {named[0]}; remove one of them")
+    if options["--junit"] is not None:
+        _expect_writable(options["--junit"])  # the run takes minutes
     more = {name.removeprefix("--"): options[name] for name in engine.limits if options[name] is not None}
     extra = _extra(options["--extra"])
     subject = engine.subjects[named[0]](options[named[0]], extra=extra, seconds=seconds, **more)
@@ -120,7 +122,7 @@ def run(
     out = sys.stderr if as_json else sys.stdout
 
     def tell(row: Row) -> None:
-        why = row.reason if row.outcome in ("met", "skipped") else ""
+        why = "" if row.outcome == "not met" else row.reason  # that is told at the end
         text = f"{row.id}  {_MARKS[row.outcome]:4}  {row.title:{width}}  {row.seconds:6.1f} s  {why}"
         print(output.plain(text.rstrip()), file=out, flush=True)
 
@@ -132,37 +134,43 @@ def run(
     finally:
         bench.close()
     _explain(rows, requirements, out)
-    print(f"\n{summary(subject, version, rows)}, {time.monotonic() - begin:.0f} s", file=out)
+    took = time.monotonic() - begin
+    print(f"\n{summary(subject, version, rows, took)}", file=out)
     if as_json:
-        print(json.dumps(document(engine, subject, version, rows, short=short), indent=2))
+        print(json.dumps(document(engine, subject, version, rows, took, short=short), indent=2))
     if junit is not None:
-        _write(junit, xml(engine, subject, rows))
+        _write(junit, xml(engine, subject, rows, took))
     return 1 if any(row.outcome in ("not met", "not tried") for row in rows) else 0
 
 
-def summary(subject: Any, version: str, rows: Sequence[Row]) -> str:
-    """One line: the subject, the engine, and how many requirements came out how."""
+def summary(subject: Any, version: str, rows: Sequence[Row], seconds: float) -> str:
+    """One line: the subject, the engine, how many requirements came out how, and how long all took."""
     counts = {outcome: sum(row.outcome == outcome for row in rows) for outcome in _MARKS}
     said = [f"{count} {outcome}" for outcome, count in counts.items() if count]
-    return f"{subject} on {version}: {', '.join(said)}"
+    return f"{subject} on {version}: {', '.join(said)}, {seconds:.0f} s"
 
 
-def document(engine: Engine, subject: Any, version: str, rows: Sequence[Row], *, short: bool) -> dict[str, Any]:
-    """The rows and their subject as JSON has them."""
+def document(
+    engine: Engine, subject: Any, version: str, rows: Sequence[Row], seconds: float, *, short: bool
+) -> dict[str, Any]:
+    """The rows and their subject as JSON has them. seconds: of the whole run, starts of engines included."""
     return {
         "connector": str(subject), **subject.settings, "engine": engine.word,
-        "version": version.partition(" ")[2], "short": short,
-        "summary": summary(subject, version, rows), "rows": [asdict(row) for row in rows],
+        "version": version.partition(" ")[2], "short": short, "seconds": round(seconds, 3),
+        "summary": summary(subject, version, rows, seconds), "rows": [asdict(row) for row in rows],
     }  # fmt: skip
 
 
-def xml(engine: Engine, subject: Any, rows: Sequence[Row]) -> str:
-    """The rows as JUnit has them: a test case for each."""
-    failed = [row for row in rows if row.outcome in ("not met", "not tried")]
-    skipped = [row for row in rows if row.outcome == "skipped"]
+def xml(engine: Engine, subject: Any, rows: Sequence[Row], seconds: float) -> str:
+    """The rows as JUnit has them: a test case for each. Those that were not tried count as skipped.
+
+    seconds: of the whole run, starts of engines included.
+    """
+    failed = [row for row in rows if row.outcome == "not met"]
+    skipped = [row for row in rows if row.outcome in ("skipped", "not tried")]
     suite = ElementTree.Element("testsuite", {
         "name": f"kvloom check engine {engine.word} {subject}", "tests": str(len(rows)), "failures": str(len(failed)),
-        "skipped": str(len(skipped)), "errors": "0", "time": f"{sum(row.seconds for row in rows):.3f}",
+        "skipped": str(len(skipped)), "errors": "0", "time": f"{seconds:.3f}",
     })  # fmt: skip
     for row in rows:
         names = {"classname": str(subject), "name": f"{row.id} {row.title}", "time": f"{row.seconds:.3f}"}
@@ -203,11 +211,21 @@ def _explain(rows: Sequence[Row], requirements: Mapping[str, Requirement], out: 
                 print(output.plain(text), file=out)
 
 
+def _expect_writable(path: Path) -> None:
+    try:
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError("--junit", f"{path} cannot be written: {error}") from error
+
+
 def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(str(path), f"cannot be written: {error}") from error
+        raise ConfigError("--junit", f"{path} cannot be written: {error}") from error
 
 
 def _printable(text: str) -> str:

@@ -57,9 +57,10 @@ def check(
                 outcome, reason = "skipped", str(error)
             except (NotMetError, EngineError) as error:
                 failures.append(str(error).replace(f"{bench.folder}/", ""))
-                if isinstance(error, RefusedError) and number == min(requirements):
-                    refused = "the engine does not start with it"
-                troubles += isinstance(error, HangError | EndedError)
+                stopped = isinstance(error, HangError | EndedError)
+                if (stopped or isinstance(error, RefusedError)) and number == min(requirements):
+                    refused = "the engine does not start with it, or not for long"
+                troubles += stopped
         if failures:
             counted = f"{len(failures)} of {times} times: " if repeat > 1 else ""
             outcome, reason = "not met", counted + failures[0]

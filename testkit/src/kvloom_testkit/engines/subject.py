@@ -8,6 +8,7 @@ from typing import Any
 
 from kvloom import ConfigError
 
+_KERNEL = 32
 TMP = "{tmp}"
 """In a setting: a directory that the kit makes, and damages."""
 
@@ -43,7 +44,10 @@ class Subject:
         if "block" in more:
             more.setdefault("chunk", more["block"])
         subject = cls(name, module, **more)
-        if subject.block < 1 or subject.chunk < 1 or subject.chunk % subject.block:
+        if subject.block < 1 or subject.block % _KERNEL:
+            text = f"expected a multiple of {_KERNEL} tokens, as vLLM's kernels for processors take them"
+            raise ConfigError("--block", f"{text}, not {subject.block}")
+        if subject.chunk < 1 or subject.chunk % subject.block:
             text = f"expected a multiple of the block's {subject.block} tokens, not {subject.chunk}"
             raise ConfigError("--chunk", text)
         return subject

@@ -50,17 +50,19 @@ class Hits:
             bench.compare(prompt, answer)
 
     def test_E04_finds_what_was_stored(self, bench: Bench) -> None:
-        """A prompt that was computed is found when it is asked again, at least its first chunk.
+        """A prompt that was computed is found when it is asked again 0.3 s later, at least its first chunk.
 
-        Why: that is what a connector is for.
+        Why: that is what a connector is for. As long as it holds blocks, it is waited for longer.
 
-        Usually: keys that depend on the request, saves that never happen, or `--chunk` that is not the connector's.
+        Usually: keys that depend on the request, saves that never happen or take longer and hold no blocks, or
+        `--chunk` that is not the connector's.
         """
         session = bench.session()
         bench.keep(session, [bench.stem()])
         (answer,) = bench.ask(session, [bench.stem()])
         about = f"{answer['cached']} of a prompt of {bench.length(bench.stem())} tokens were found again"
-        expect(answer["cached"] >= bench.chunk, f"{about}, {bench.subject.settle:g} s after it was answered")
+        text = f"{about}, {bench.subject.settle:g} s or more after it was answered"
+        expect(answer["cached"] >= bench.chunk, text)
 
     def test_E05_claims_only_what_is_stored(self, bench: Bench) -> None:
         """`get_num_new_matched_tokens` claims no tokens behind those that a prompt has in common with a stored one.
@@ -160,7 +162,8 @@ class Hits:
 
         Why: every long prompt is computed so, with steps that end in the middle of a block.
 
-        Usually: saves that are ordered once, when the request is new, as if all of it were computed in that step.
+        Usually: saves that are ordered once, when the request is new, as if all of it were computed in that step. If
+        E08 is not met either, see there first: these prompts are hit in full, too.
         """
         step = bench.chunk + bench.block // 2
         session = bench.session("steps", store="steps", max_num_batched_tokens=step, max_num_seqs=4)

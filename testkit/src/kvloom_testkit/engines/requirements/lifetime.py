@@ -17,10 +17,12 @@ class Lifetime:
 
         Why: a preempted request comes back with other blocks, and those that it had belong to somebody else.
 
-        Usually: the list of a request's blocks extended where it was replaced, or copies from blocks that were freed.
+        Usually: the list of a request's blocks extended where it was replaced, or copies of blocks that another request
+        has by then.
         """
         blocks = 16 * bench.chunk // bench.block
         session = bench.session("tight", store="tight", num_gpu_blocks_override=blocks)
+        session.engine.call("overwrite_given")
         prompts = [tokens(40, bench.chunk) + tokens(41 + one, bench.chunk + bench.block // 2) for one in range(6)]
         requests = [{"prompt": prompt, "max_tokens": 2 * bench.chunk} for prompt in prompts]
         for turn in ("first", "again"):
@@ -35,6 +37,15 @@ class Lifetime:
             longer = prompt + answer["tokens"] + tokens(50, 5)
             (found,) = bench.ask(session, [longer])
             bench.compare(longer, found, "after preemption, a prompt")
+        # These give their blocks back in the step that fills them, and the next step gives some to the next request.
+        brief = [{"prompt": tokens(45 + one, 9 * bench.chunk + 3), "max_tokens": 1} for one in range(4)]
+        bench.ask(session, brief, together=True)
+        session.engine.call("settle")
+        for request in brief:
+            bench.forget(session)
+            longer = request["prompt"] + tokens(51, 5)
+            (found,) = bench.ask(session, [longer])
+            bench.compare(longer, found, "that continues one whose blocks another one got at once, a prompt")
         _expect_nothing_held(session, "after preemption")
 
     def test_E13_aborted_requests_give_back(self, bench: Bench) -> None:
@@ -82,7 +93,7 @@ class Lifetime:
             expect(after[name] - before[name] <= _GROWTH, text)
 
     def test_E16_reset_leaves_nothing(self, bench: Bench) -> None:
-        """After `reset_cache` returned true, nothing that was stored before is found.
+        """After `reset_cache` returned true, nothing that was computed before is found, stores under way included.
 
         Why: it is called when weights change, and old KV is wrong from then on.
 
@@ -93,15 +104,31 @@ class Lifetime:
             raise NotApplicableError("vLLM resets what is in front of it only")
         if not session.engine.call("supports_reset"):
             raise NotApplicableError("it has no reset_cache")
-        prompt = bench.stem(4)
-        bench.ask(session, [prompt])
-        session.engine.call("settle")
-        if not session.engine.call("reset"):
-            raise NotApplicableError("its reset_cache says that nothing was reset")
+        stored, underway = bench.stem(4), bench.stem(5)
+        bench.ask(session, [stored])
+        _wait_for_stores(session)
+        bench.forget(session)
+        (answer,) = bench.ask(session, [stored])
+        if not answer["cached"]:
+            raise NotApplicableError("nothing was found before the reset, so that it would show nothing")
+        bench.ask(session, [{"prompt": underway, "max_tokens": 1}])
+        if not session.engine.call("reset"):  # it may not be possible before the stores are done
+            _wait_for_stores(session)
+            if not session.engine.call("reset"):
+                raise NotApplicableError("its reset_cache says that nothing was reset")
+        _wait_for_stores(session)
         session.stored.clear()
-        (answer,) = bench.ask(session, [prompt])
-        expect(not answer["cached"], f"{answer['cached']} tokens were found after a reset that was said to be done")
-        bench.compare(prompt, answer, "after a reset, a prompt")
+        for prompt, when in ((stored, "before a reset"), (underway, "just before a reset")):
+            (answer,) = bench.ask(session, [prompt])
+            text = f"{answer['cached']} tokens that were computed {when} were found after it was said to be done"
+            expect(not answer["cached"], text)
+            bench.compare(prompt, answer, "after a reset, a prompt")
+
+
+def _wait_for_stores(session: Session) -> None:
+    """Wait twice as long as stores may take."""
+    for _ in range(2):
+        session.engine.call("settle")
 
 
 def _expect_nothing_held(session: Session, when: str) -> None:

@@ -77,7 +77,8 @@ class Models:
 
         Why: a state stands for all tokens up to one of them, and is of no use behind another.
 
-        Usually: refused, or a block's state taken from where it was one block earlier or later.
+        Usually: refused by vLLM, since the class is not declared `SupportsHMA`, or by the connector; or a block's state
+        taken from where it was one block earlier or later.
         """
         llm, size = of_kind(bench, "states"), 2 * bench.chunk
         prompts = [tokens(300 + more, size + more) for more in (-1, 0, 1, bench.block)]

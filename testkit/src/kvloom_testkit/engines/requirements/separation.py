@@ -125,7 +125,8 @@ class Separation:
 
         Why: replicas of a server share a store, and what one writes another reads in the same moment.
 
-        Usually: a draft of a file under a name that both use, or an entry that is there before its bytes are.
+        Usually: a draft of a file under a name that both use, or an entry that is there before its bytes are. A file
+        that one process writes is kept empty here while the other reads.
         """
         if not bench.subject.has_store:
             raise NotApplicableError("no setting has {tmp}: there is no store to share")
@@ -135,6 +136,7 @@ class Separation:
         except RefusedError as error:
             raise NotApplicableError(f"not with a second process: {error}") from error
         both = session, other
+        _write_and_read(bench, session, other)
         rename_together((one.engine for one in both), session.store)
         for turn in range(3 if bench.short else 8):
             prompts = [tokens(400 + 10 * turn + number, 3 * bench.chunk + 5) for number in range(5)]
@@ -151,6 +153,20 @@ class Separation:
                 reset()
                 for prompt, answer in zip(prompts, answers, strict=True):
                     bench.compare(prompt, answer, "while another process reset the store, a prompt")
+
+
+def _write_and_read(bench: Bench, writer: Session, reader: Session) -> None:
+    """Ask prompts of one process that is slow to write, and meanwhile of another, which first only reads."""
+    for number in range(2 if bench.short else 6):
+        both = bool(number % 2)
+        request = {"prompt": tokens(700 + number, 3 * bench.chunk + 5), "max_tokens": 1}
+        about = {"store": str(writer.store), "meeting": f"{writer.store}.meeting-{number}", "both": both}
+        writing = writer.engine.begin("write_slowly", request=request, **about)
+        answers = reader.engine.call("read_meanwhile", request=request, connector=bench.subject.is_tier, **about)
+        for answer in answers + writing():
+            bench.compare(request, answer, "while another process wrote its files, a prompt")
+        for one in (writer, reader):
+            bench.forget(one)
 
 
 def _requests(prompts: list[Prompt]) -> list[dict[str, Any]]:

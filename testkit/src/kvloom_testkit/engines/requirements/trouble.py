@@ -70,11 +70,11 @@ class Trouble:
         _expect_none(bench, "claims")
 
     def test_E27_promised_blocks_are_filled(self, bench: Bench) -> None:
-        """Every block that was promised is written in every layer, or named as failed, when its load is done.
+        """Every token that was promised is written in every layer, or its block named as failed, when its load is done.
 
         Why: what was in the block before is another request's KV.
 
-        Usually: a load that stops at the first error, or a layer that is left out.
+        Usually: a load that stops at the first error, a layer that is left out, or a last block promised in part.
         """
         _expect_none(bench, "unfilled")
         if not bench.loads:

@@ -12,11 +12,12 @@ from typing import Any
 from kvloom_testkit.engines.damage import damage
 from kvloom_testkit.engines.rename_barrier import RenamesTogether
 from kvloom_testkit.engines.vllm.memory import groups_of
+from kvloom_testkit.engines.vllm.slow_writes import WritesSlowly
 from kvloom_testkit.engines.vllm.waits import waits
 from kvloom_testkit.engines.vllm.watch import Watch
 
 
-class Driver(RenamesTogether):
+class Driver(RenamesTogether, WritesSlowly):
     """The calls. Blocks and tokens are counted as vLLM counts them; prompts are lists of token ids."""
 
     def __init__(self) -> None:
@@ -29,6 +30,7 @@ class Driver(RenamesTogether):
         """
         from vllm import LLM
         from vllm.config import KVTransferConfig
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
         if llm.get("tensor_parallel_size", 1) > 1:
             _fork_ranks()
@@ -44,6 +46,9 @@ class Driver(RenamesTogether):
         self._watch = Watch(self._scheduler, groups_of(config, caches))
         if runner:
             runner._zero_block_ids = self._watch.keep_poison(runner._zero_block_ids)
+        if runner and has_kv_transfer_group():
+            connector = get_kv_transfer_group()
+            connector.bind_connector_metadata = self._watch.overwrite_after(connector.bind_connector_metadata)
         self._waits = waits(self._scheduler.connector)
         return {"block": self._scheduler.block_size, "blocks": self._pool.num_gpu_blocks, **self.state()}
 
@@ -140,6 +145,10 @@ class Driver(RenamesTogether):
             self._watch.when_asked = lambda: damage(Path(folder), how)
         else:
             self._watch.when_promised = lambda: damage(Path(folder), how)
+
+    def overwrite_given(self) -> None:
+        """From now on, overwrite blocks that a step gives to a request at its start. Not for models with states."""
+        self._watch.overwrites = True
 
     def watch(self, on: bool) -> None:
         """Look, or don't, at every block in every step; it takes time."""

@@ -26,9 +26,15 @@ class Group:
         for layer in self.layers:
             layer[list(blocks)] = POISON
 
-    def is_poisoned(self, block: int) -> bool:
-        """Return whether some layer of a block still has what `poison` wrote."""
-        return any(bool((layer[block] == POISON).any()) for layer in self.layers)
+    def is_poisoned(self, block: int, slots: int) -> bool:
+        """Return whether some layer of a block has what `poison` wrote in more than what lies behind `slots` tokens.
+
+        Where in the block a token is differs between kernels; each has as much of it.
+        """
+        behind = self.block - slots
+        return any(
+            int((layer[block] == POISON).sum()) * self.block > behind * layer[block].numel() for layer in self.layers
+        )
 
 
 def bits(layer: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvloom_testkit.engines.vllm.memory import Group
+from kvloom_testkit.engines.vllm.memory import POISON, Group
 
 _NULL = 0
 """vLLM's block for those that it does not keep, with what nobody reads."""
@@ -17,15 +17,17 @@ _MOST = 5
 
 @dataclass(slots=True)
 class _Load:
-    """Blocks that the connector is to fill, by group: all of them, and those that it fills whole."""
+    """Blocks that the connector is to fill."""
 
-    blocks: list[list[int]]
-    whole: list[list[int]]
+    blocks: list[list[tuple[int, int]]]
+    """By group, the number of each block, and that of the request's token that it begins with."""
+    end: int
+    """The number of the first token behind those that were promised."""
     asynchronous: bool
 
     @property
     def all(self) -> set[int]:
-        return {block for group in self.blocks for block in group}
+        return {block for group in self.blocks for block, _ in group}
 
 
 class Watch:
@@ -43,6 +45,8 @@ class Watch:
         """Called once, after the connector was asked what it has of a request."""
         self.when_promised: Callable[[], object] | None = None
         """Called once, after a request's blocks are allocated and before the connector is told."""
+        self.overwrites = False
+        """Whether blocks that a step gives to a request are overwritten at its start, and not when it computes them."""
         self._scheduler, self._groups = scheduler, groups
         layers = [layer for group in groups for layer in group.layers]
         self._layers = list({(one.data_ptr(), one.shape, one.stride()): one for one in layers}.values())
@@ -50,6 +54,8 @@ class Watch:
         self._locally: dict[str, tuple[int, bool]] = {}
         self._loads: dict[str, _Load] = {}
         self._allowed: set[int] = set()
+        self._given: set[int] = set()
+        """Blocks in which nothing is that a request computed or loaded before this step, which computes in them."""
         self._faults: dict[str, list[str]] = {}
         self._steps = self._count = 0
         self._wrap()
@@ -72,6 +78,17 @@ class Watch:
             clear([block for block in blocks if block not in promised])
 
         return cleared
+
+    def overwrite_after(self, bind: Callable[..., object]) -> Callable[..., None]:
+        """A worker's function that has told the connector all about a step, so that it reads none of these any more."""
+
+        def bound(*args: Any, **kwargs: Any) -> None:
+            bind(*args, **kwargs)
+            if self.overwrites:
+                for layer in self._layers:
+                    layer[list(self._given)] = POISON
+
+        return bound
 
     def _wrap(self) -> None:
         scheduler, connector = self._scheduler, self._scheduler.connector
@@ -124,16 +141,16 @@ class Watch:
 
     def _promise(self, request: Any, ids: Sequence[Sequence[int]], count: int) -> None:
         local, asynchronous = self._locally.get(request.request_id, (0, False))
-        blocks, whole = [], []
+        blocks, end = [], local + count
         for group, given in zip(self._groups, ids, strict=True):
-            first, end = local // group.block, (local + count) // group.block
-            blocks.append([one for one in given[first : -(-(local + count) // group.block)] if one != _NULL])
-            whole.append([one for one in given[first:end] if one != _NULL])
-        load = self._loads[request.request_id] = _Load(blocks, whole, asynchronous)
+            first = local // group.block
+            numbered = enumerate(given[first : -(-end // group.block)], first)
+            blocks.append([(block, number * group.block) for number, block in numbered if block != _NULL])
+        load = self._loads[request.request_id] = _Load(blocks, end, asynchronous)
         self._count += 1
         if self.on and not self._is_shared(load.all):
-            for group, given in zip(self._groups, blocks, strict=True):
-                group.poison(given)
+            for group, promised in zip(self._groups, blocks, strict=True):
+                group.poison([block for block, _ in promised])
 
     def _is_shared(self, blocks: set[int]) -> bool:
         pool = self._scheduler.kv_cache_manager.block_pool
@@ -141,6 +158,7 @@ class Watch:
 
     def _computed(self, output: Any) -> set[int]:
         """Blocks in which the model computes tokens in this step, and those that the engine itself writes to."""
+        self._given = set()
         found = set(getattr(output, "new_block_ids_to_zero", None) or ())
         found.update(target for _, target in getattr(output, "kv_cache_block_copies", None) or ())
         for name in output.num_scheduled_tokens:
@@ -149,6 +167,7 @@ class Watch:
             done = request.num_computed_tokens - output.num_scheduled_tokens[name]
             for group, ids in zip(self._groups, self._scheduler.kv_cache_manager.get_block_ids(name), strict=True):
                 found.update(ids[max(done, 0) // group.block :])
+                self._given.update(ids[-(-max(done, 0) // group.block) :])
         return found
 
     def _compare(self, told: Any) -> None:
@@ -185,14 +204,20 @@ class Watch:
             del self._loads[name]
             if name in failed or request is None or request.is_finished() or not self.on:
                 continue  # a load for a request that was aborted need not be done, though it is waited for
-            for group, blocks in zip(self._groups, load.whole, strict=True):
-                if bad & load.all and not bad.intersection(blocks):
+            # Behind what was promised, the step may have computed some.
+            filled = load.end if load.asynchronous else max(load.end, request.num_computed_tokens)
+            for group, blocks in zip(self._groups, load.blocks, strict=True):
+                if bad & load.all and not bad.intersection(block for block, _ in blocks):
                     continue  # they may be computed again with those of another group
-                for block in blocks:
+                for block, begin in blocks:
                     if block in bad:
                         break  # and those behind it are computed
-                    if group.is_poisoned(block):
-                        self._fault("unfilled", f"block {block} of {blocks} was promised and has old content in it")
+                    if group.is_poisoned(block, min(filled - begin, group.block)):
+                        self._unfilled(block, [one for one, _ in blocks], min(load.end - begin, group.block), group)
+
+    def _unfilled(self, block: int, blocks: list[int], slots: int, group: Group) -> None:
+        part = f", {slots} of its {group.block} tokens," if slots < group.block else ""
+        self._fault("unfilled", f"block {block} of {blocks}{part} was promised and has old content in it")
 
     def _fault(self, kind: str, text: str) -> None:
         found = self._faults.setdefault(kind, [])

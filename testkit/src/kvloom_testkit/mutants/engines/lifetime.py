@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, ClassVar
 
 from kvloom_testkit.mutants import Mutant
-from kvloom_testkit.reference.vllm.connector import DirectoryConnector
+from kvloom_testkit.reference.vllm.connector import DirectoryConnector, Transfer
 
 
 class ExtendsTheResumed(Mutant, DirectoryConnector):
@@ -15,6 +16,20 @@ class ExtendsTheResumed(Mutant, DirectoryConnector):
 
     def extend(self, known: Any, blocks: list[int], *, resumed: bool) -> None:
         super().extend(known, blocks, resumed=False)
+
+
+class SavesInTheBackground(Mutant, DirectoryConnector):
+    """Blocks are copied a little after the step that filled them, though they may have been given back by then."""
+
+    breaks = "E12"
+
+    def wait_for_save(self) -> None:
+        threading.Timer(0.02, self.write_blocks, (self._orders.saves,)).start()
+
+    def write_blocks(self, saves: list[Transfer]) -> None:
+        for save in saves:
+            for name, block in zip(save.names, save.blocks, strict=True):
+                self.write(name, b"".join(self.pages(block)))
 
 
 class HoldsTheAborted(Mutant, DirectoryConnector):
@@ -57,3 +72,12 @@ class ResetsInWordsOnly(Mutant, DirectoryConnector):
 
     def reset_cache(self) -> bool | None:
         return True
+
+
+class WritesAfterResets(Mutant, DirectoryConnector):
+    """Copies are taken in the step and written later, also where a reset came between."""
+
+    breaks = "E16"
+
+    def write(self, name: str, data: bytes) -> None:
+        threading.Timer(0.3, super().write, (name, data)).start()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import threading
 import time
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from kvloom_testkit.mutants import Oddity
-from kvloom_testkit.reference.vllm.connector import DirectoryConnector, Transfer
+from kvloom_testkit.reference.vllm.connector import DirectoryConnector, Metadata, Transfer
 
 
 class InTheBackground(Oddity, DirectoryConnector):
@@ -42,28 +43,49 @@ class Forgets(Oddity, DirectoryConnector):
 
 
 class StoresLater(Oddity, DirectoryConnector):
-    """Copies are taken in the step, and written a little later by a thread of its own."""
+    """Copies are taken in the step, and written a little later by a thread of its own, which a reset waits for."""
+
+    writing: ClassVar[list[threading.Timer]] = []
 
     def write(self, name: str, data: bytes) -> None:
-        threading.Timer(0.05, super().write, (name, data)).start()
+        self.writing.append(threading.Timer(0.05, super().write, (name, data)))
+        self.writing[-1].start()
+
+    def reset_cache(self) -> bool | None:
+        while self.writing:
+            self.writing.pop().join()
+        return super().reset_cache()
+
+
+@dataclass
+class _Orders(Metadata):
+    """Orders, and the requests whose blocks are held from this step on."""
+
+    ended: list[str] = field(default_factory=list)
 
 
 class HoldsBlocks(Oddity, DirectoryConnector):
-    """The blocks of a request that has ended are held for some steps, and then reported."""
+    """The blocks of a request that has ended are held for some steps, and then reported by every rank."""
 
-    held: ClassVar[dict[str, int]] = {}
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.ended: list[str] = []
+        self.held: dict[str, int] = {}
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         super().request_finished(request, block_ids)
         if block_ids:
-            self.held[request.request_id] = 3
+            self.ended.append(request.request_id)
         return bool(block_ids), None
+
+    def build_connector_meta(self, scheduler_output: Any) -> Metadata:
+        meta = super().build_connector_meta(scheduler_output)
+        ended, self.ended = self.ended, []
+        return _Orders(meta.loads, meta.saves, ended)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         _, loaded = super().get_finished(finished_req_ids)
+        self.held.update(dict.fromkeys(self._orders.ended, 3))
         done = {name for name, steps in self.held.items() if not steps}
-        for name in list(self.held):
-            self.held[name] -= 1
-        for name in done:
-            del self.held[name]
+        self.held = {name: steps - 1 for name, steps in self.held.items() if steps}
         return done or None, loaded

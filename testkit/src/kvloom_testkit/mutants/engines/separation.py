@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
+from pathlib import Path
 from typing import Any
 
 from kvloom_testkit.mutants import Mutant
@@ -13,6 +15,13 @@ from kvloom_testkit.reference.vllm.connector import DirectoryConnector
 def _of_tokens(connector: DirectoryConnector, request: Any, block: int, *more: object) -> str:
     tokens = list(request.all_token_ids[: (block + 1) * connector.block_tokens])
     return hashlib.sha256(repr((tokens, more)).encode()).hexdigest()
+
+
+def _content(path: Path) -> bytearray | None:
+    try:
+        return bytearray(path.read_bytes())
+    except OSError:
+        return None
 
 
 class KeysWithoutSalt(Mutant, DirectoryConnector):
@@ -89,6 +98,44 @@ class OneDraftForAll(Mutant, DirectoryConnector):
         draft.write_bytes(hashlib.sha256(data).digest() + data)
         time.sleep(0.002)
         draft.replace(self.folder / name)
+
+
+class OneDraftForEachFile(Mutant, DirectoryConnector):
+    """The draft of a file has one name, which every process uses that writes the same block."""
+
+    breaks = "E32"
+
+    def write(self, name: str, data: bytes) -> None:
+        draft = self.folder / f"{name}.draft"
+        draft.write_bytes(hashlib.sha256(data).digest() + data)
+        draft.replace(self.folder / name)
+
+
+class TrustsDraftsOfOthers(Mutant, DirectoryConnector):
+    """The same, but that another process was first is no error; and what is in a file is taken for what was written."""
+
+    breaks = "E32"
+
+    def write(self, name: str, data: bytes) -> None:
+        draft = self.folder / f"{name}.draft"
+        draft.write_bytes(data)
+        with contextlib.suppress(FileNotFoundError):
+            draft.replace(self.folder / name)
+
+    def read(self, name: str) -> bytearray | None:
+        return _content(self.folder / name)
+
+
+class WritesInPlace(Mutant, DirectoryConnector):
+    """A file is there before its bytes are, and what is in it is taken for all of it."""
+
+    breaks = "E32"
+
+    def write(self, name: str, data: bytes) -> None:
+        (self.folder / name).write_bytes(data)
+
+    def read(self, name: str) -> bytearray | None:
+        return _content(self.folder / name)
 
 
 class KeysWithoutRank(Mutant, DirectoryConnector):

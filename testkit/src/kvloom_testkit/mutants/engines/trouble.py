@@ -74,6 +74,17 @@ class LeavesOutALayer(Mutant, DirectoryConnector):
         self.caches[-1][block] = kept
 
 
+class ClaimsTheRest(Mutant, DirectoryConnector):
+    """If all whole blocks of a prompt are stored, the tokens behind them are claimed, too, and not loaded."""
+
+    breaks = "E27"
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        count, asynchronous = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        rest = request.num_tokens - 1 - num_computed_tokens - (count or 0)
+        return (count + rest if count and rest < self.block_tokens else count), asynchronous
+
+
 class WritesInFront(Mutant, DirectoryConnector):
     """Writes what is loaded into the first block to the one in front of it, too."""
 
