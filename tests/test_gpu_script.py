@@ -47,6 +47,7 @@ for name in ("codec_gpu", "paged_gpu"):
         print(f"{name}: {error}")
 if sys.argv[1] == "rehearse":
     sys.argv[1] = "--rehearse"
+    importlib.reload(sys.modules["paged_ways"])
     importlib.reload(sys.modules["paged_gpu"]).main()
 """
 ABSENT = ("rich", "pydantic", "pydantic_core", "pluggy", "yaml", "xxhash", "safetensors", "typer", "hypothesis")

@@ -73,9 +73,8 @@ def imports(source: str, package: str) -> tuple[Import, ...]:
     return tuple(walk(parsed(source), False))
 
 
-@cache
 def parsed(source: str) -> ast.Module:
-    return ast.parse(source)
+    return ast.parse(source)  # the trees of all packages have more than 100 MB: none is kept
 
 
 def core_part(found: Import) -> str | None:

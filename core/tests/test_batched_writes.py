@@ -123,7 +123,7 @@ def test_each_write_of_a_batch_is_stored_or_lost_alone(open_engine: Open, kinds:
         assert lost(engine).get("removed while it was being written", 0) == kinds.count("removed")
         assert count(engine, "tier_error") == min(1, errors), "one call failed, and that is known once it is flushed"
         assert tier.ledger.bytes == BLOB_BYTES * len(crate().blobs)
-        assert not tier._inflight_writes.doomed()
+        assert not tier._writer.doomed()
 
 
 def test_a_failure_is_counted_before_those_who_wait_for_the_write_hear_of_it(

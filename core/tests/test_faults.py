@@ -181,7 +181,8 @@ def test_hanging_reads_end_at_the_deadline_and_are_bounded(open_engine: Open, ha
     shelf = filled(open_engine)
     engine = open_engine(MEMORY, SHELF)
     shelf = Shelf.shelves["default"]
-    shelf.before = lambda verb, key: hang(verb, key) if verb == "get" else None
+    # A probe has a thread besides those for reads, and the clock decides whether there is one.
+    shelf.before = lambda verb, key: hang(verb, key) if verb == "get" and not key.startswith("probe-") else None
     for _ in range(6):
         assert retrieve(engine) == [False] * 4
     tier = engine.tiers["shelf"]

@@ -72,8 +72,31 @@ def test_every_verb_serves_a_miss(
     assert engine.flush(0.0) and engine.tiers["shelf"].health().waiting_bytes == 0
     shelf, closed = Shelf.shelves["default"], []
     monkeypatch.setattr(shelf, "close", lambda: closed.append(shelf))
+    assert not any(key.name == "tier_paused" for key in engine.counters())
     engine.close()
     assert closed and len(shelf.blobs) == 4
+
+
+@pytest.mark.parametrize(("verb", "counted"), [("get", "missed"), ("put", "dropped")])
+def test_a_store_whose_library_finds_no_thread_is_not_paused(open_engine: Open, verb: str, counted: str) -> None:
+    engine = open_engine(SHELF)
+    shelf = Shelf.shelves["default"]
+
+    def library(called: str, key: str) -> None:
+        if called == verb:
+            try:
+                none_left()
+            except RuntimeError as error:
+                raise BackendError("no connection") from error
+
+    engine.store(TOKENS, kv=KV)
+    assert engine.flush(20)
+    shelf.before = library
+    for seed in range(9, 14):
+        engine.store(tokens_of(16, seed), kv=kv_of(16, seed))
+        assert engine.flush(20) and engine.retrieve(TOKENS, kv=torch.zeros_like(KV)).all() == (verb == "put")
+    names = {key.name for key in engine.counters()}
+    assert {"tier_error", counted} <= names and "tier_paused" not in names
 
 
 def test_layers_in_memory_are_loaded_before_the_caller_goes_on(

@@ -70,7 +70,7 @@ def files_passed(below: list[str], *, cold: bool) -> list[str]:
     return list(passed.files)
 
 
-@pytest.mark.parametrize(("below", "cold", "most"), [([], False, 15), (["dict"], True, 41)], ids=["hit", "cold"])
+@pytest.mark.parametrize(("below", "cold", "most"), [([], False, 15), (["dict"], True, 40)], ids=["hit", "cold"])
 def test_few_files_are_passed(
     below: list[str], cold: bool, most: int, record_property: Callable[[str, object], None]
 ) -> None:

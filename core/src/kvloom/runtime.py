@@ -243,6 +243,15 @@ class NoThreadError(BackendError):
     """The machine has no thread for a call."""
 
 
+def lacks_thread(error: BaseException | None) -> bool:
+    """Return whether this or an error that led to it is that the machine has no more threads."""
+    while error is not None:
+        if isinstance(error, RuntimeError) and "can't start new thread" in str(error):  # as the interpreter says it
+            return True
+        error = error.__cause__
+    return False
+
+
 class Workers:
     """A fixed number of daemon threads. A call that outlives its deadline keeps its thread until it returns."""
 

@@ -10,9 +10,9 @@ import torch
 from kvloom import CorruptBlobError, Engine, envelope
 from simulation import peek
 from simulation.clients import Site
+from simulation.connection import Client as StoreClient
 from simulation.content import SALTS, Prompt
 from simulation.fibers import EPOCH, Fiber, Process
-from simulation.store import Client as StoreClient
 from simulation.store import SimStore
 
 if TYPE_CHECKING:

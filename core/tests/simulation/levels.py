@@ -11,11 +11,12 @@ import torch
 
 from kvloom import Engine
 from simulation import peek, plugin
+from simulation.connection import Client, Guard
 from simulation.content import CHUNK_TOKENS, SPECS, UNTOUCHED, Prompt
 from simulation.fibers import Process, Scheduler, Temper
 from simulation.oracle import Oracle
 from simulation.runtime import SimRuntime
-from simulation.store import Client, Faults, Guard, SimStore
+from simulation.store import Faults, SimStore
 from simulation.world import _registry
 
 DEADLINE_SECONDS = 10.0

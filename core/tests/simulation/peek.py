@@ -21,9 +21,9 @@ from kvloom.pipeline import layer_read
 from kvloom.pipeline.task import Task
 from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored import breaker, maintenance
+from simulation.connection import Guard
 from simulation.content import PIECE_TOKENS
 from simulation.fibers import Violation
-from simulation.store import Guard
 
 _POISON = 0xDB
 

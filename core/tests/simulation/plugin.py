@@ -26,7 +26,7 @@ from kvloom import (
     hookimpl,
 )
 from kvloom.builtin.plain import PlainConnector
-from simulation.store import Client
+from simulation.connection import Client
 
 
 class Host:

@@ -21,13 +21,14 @@ from kvloom.engine.lookup import Index
 from kvloom.tiers.stored import layer_ranges
 from simulation import interrupts, peek, plugin
 from simulation.clients import Client, Site
+from simulation.connection import Client as StoreClient
+from simulation.connection import Guard
 from simulation.content import CHUNK_TOKENS, SPECS, TOKEN_BYTES, Prompt, prompts
 from simulation.ending import Ending, House
 from simulation.fibers import Process, Scheduler, Violation
 from simulation.oracle import Allowance, LeakWatch, Oracle
 from simulation.runtime import SimRuntime
-from simulation.store import Client as StoreClient
-from simulation.store import Faults, Guard, SimStore
+from simulation.store import Faults, SimStore
 
 _VERBS = {
     "store": 22.0, "retrieve": 30.0, "lookup": 12.0, "prefetch": 7.0, "load": 5.0, "save": 4.0, "pin": 2.0,

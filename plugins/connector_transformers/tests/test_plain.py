@@ -33,6 +33,13 @@ MLA = {
     "topk_group": 1,
     "moe_intermediate_size": 16,
 }
+GEMMA4 = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_hidden_layers": 6,
+    "vocab_size_per_layer_input": 128,
+    "hidden_size_per_layer_input": 8,
+}
 QWEN3_NEXT = {
     "num_hidden_layers": 4,
     "linear_num_key_heads": 2,
@@ -62,7 +69,7 @@ GEMMA3N = {
         ("gemma3n_text", GEMMA3N, "layers 3-5: .*KV"),
         ("falcon_mamba", {"state_size": 4}, "layers 0-2: "),
         ("qwen3_next", QWEN3_NEXT, "layers 0-2: .*linear"),
-        ("gemma4_text", {"head_dim": 8, "global_head_dim": 16, "num_hidden_layers": 6}, "layer 5: K and V are"),
+        ("gemma4_text", GEMMA4, "layer 5: K and V are"),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "layers 0, 2: .*conv"),
         ("deepseek_v3", MLA, "layers 0-2: K is .* and V is .*MLA"),
         ("rwkv", {"attention_hidden_size": 32}, "layers 0-2: nothing in a DynamicCache"),

@@ -85,7 +85,7 @@ class Pretended:
         self.layers: Sequence[int | None] = range(LAYERS) if settings.by_layer else ()
         """Waited for before a step's computation."""
         self.see_layer: Callable[[int], None] = lambda layer: None
-        """Called after each wait."""
+        """Called after each wait of a step that loads."""
         self.failed: set[int] = set()
 
     def close(self) -> None:
@@ -123,7 +123,8 @@ class Pretended:
                 worker.load(wait=True)
                 for layer in self.layers:
                     worker.wait_for_layer(layer)
-                    self.see_layer(layer)
+                    if orders.step.loads:  # other steps wait for an answer of the tiers, as often as it takes
+                        self.see_layer(layer)
         compute()
         report = Report()
         for worker in self.workers:

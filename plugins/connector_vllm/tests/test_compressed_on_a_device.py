@@ -19,9 +19,21 @@ import pytest
 import torch
 from test_engine_on_a_device import BLOCK_TOKENS, CHUNK_BLOCKS, ELEMENTS, GEOMETRY, LAYERS, Model
 
-from kvloom import Buffers, Chunk, Config, CorruptBlobError, Engine, Place, Serializer, UnreadableBlobError, hookimpl
+from kvloom import (
+    Buffers,
+    Chunk,
+    Config,
+    CorruptBlobError,
+    Engine,
+    MemoryFormat,
+    Place,
+    Serializer,
+    UnreadableBlobError,
+    hookimpl,
+)
 from kvloom.device import device_of
 from kvloom.plugins.registry import Registry
+from kvloom.runtime import SystemRuntime
 from kvloom.tiers.stored import decoding
 from kvloom_connector_vllm.paged.blocks import VLLMConnector
 from kvloom_testkit.devices.simulated import SimulatedDevice
@@ -268,6 +280,55 @@ def test_a_full_device_is_a_miss_and_the_blob_stays(registry: Registry, tmp_path
         Packed.full = True
         assert not any(load(engine, tokens, where))
         Packed.full = False
+        assert all(load(engine, tokens, where))
+
+
+class BreaksOff(Packed):
+    """Queues a copy, and then finds fault with the blob."""
+
+    copied: ClassVar[torch.Tensor]
+
+    def decode_many(self, blobs: Sequence[Buffers], into: Sequence[Chunk], place: Place | None = None) -> None:
+        device = None if place is None else device_of(place.device)
+        assert device is not None
+        BreaksOff.copied = torch.zeros(8, dtype=torch.uint8)
+        device.copy(BreaksOff.copied, torch.frombuffer(blobs[0][0], dtype=torch.uint8))
+        raise CorruptBlobError("no length that fits")
+
+
+def test_nothing_uses_the_memory_of_a_blob_that_was_refused() -> None:
+    for seed in range(8):
+        with (device := SimulatedDevice(seed)).installed():
+            decoder = decoding.DeviceDecoder(torch.device("cpu"), device, 4096, SystemRuntime())
+            chunk = Chunk(torch.zeros(2, 2, 4, 8), MemoryFormat.KV_BLOB, 4)
+            job = decoding.Job(BreaksOff(BreaksOff.Config(), SPEC), [bytearray(b"compress")], chunk)
+            decoder.decode([job])
+            assert isinstance(job.error, CorruptBlobError) and bytes(BreaksOff.copied) == b"compress"
+            decoder.close()
+
+
+def test_a_device_that_fails_is_neither_the_blobs_fault_nor_the_stores(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failed() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    device = SimulatedDevice(3)
+    with device.installed(), Engine.open(config_of({"type": "dict"}), SPEC, registry=registry) as engine:
+        tokens, where = stored(engine, device, 4)
+        assert all(load(engine, tokens, where))
+        (decoder,) = engine._stack.stored[0]._reader._decoders_on.values()
+        assert decoder is not None
+        with monkeypatch.context() as broken:
+            broken.setattr(Packed, "full", True)
+            broken.setattr(decoder._stream, "synchronize", failed)
+            for _ in range(4):
+                where["pages"][0].fill_(99), where["pages"][1].fill_(99)
+                assert not any(
+                    engine.load(engine.segments(tokens), pages=where["pages"], blocks=where["blocks"]).result(20)
+                )
+        names = {(key.name, key.reason) for key in engine.counters()}
+        assert ("missed", "device failed") in names and not any(name == "tier_paused" for name, _ in names)
         assert all(load(engine, tokens, where))
 
 

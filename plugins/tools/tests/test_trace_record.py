@@ -26,7 +26,7 @@ from kvloom_tools.replay import Trace
 def test_a_recorded_engine_replayed_has_the_hits_that_it_counted(tmp_path: Path) -> None:
     path = config(
         tmp_path / "kv.yaml",
-        {"type": "memory", "capacity": "160MiB"},
+        {"type": "memory", "capacity": "144MiB"},
         {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "240MiB", "deadline": "60s"},
         chunk=256,
         save_tails=False,  # pieces leave gaps in memory, which a replay does not know of

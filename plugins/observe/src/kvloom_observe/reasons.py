@@ -15,6 +15,7 @@ _WORDS = {
         "corrupt",
         "unreadable",
         "no room in memory",
+        "device failed",
     ),
     "evicted": ("capacity", "quota", "expired", "removed"),
     "tier_paused": ("reading", "writing"),

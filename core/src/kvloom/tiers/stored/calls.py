@@ -13,7 +13,7 @@ from kvloom.bounded import get_at_most, one_line
 from kvloom.contracts.observer import Event
 from kvloom.contracts.storage import StorageBackend
 from kvloom.errors import BackendError, CorruptBlobError, DeadlineExceeded, UnreadableBlobError
-from kvloom.runtime import Call, NoThreadError, Runtime, Workers
+from kvloom.runtime import Call, NoThreadError, Runtime, Workers, lacks_thread
 from kvloom.telemetry.events import EventBus
 from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.breaker import Breaker
@@ -28,8 +28,16 @@ WRITE_PROBE_KEY = "spec/probe-"
 _PROBE_BYTES = 4096
 
 
-class NoRoomError(BackendError):
-    """There was no memory for what a store had to give: not the store's fault."""
+class LocalError(BackendError):
+    """This process could not take what a store had to give: not the store's fault."""
+
+
+class NoRoomError(LocalError):
+    """There was no memory for it."""
+
+
+class DeviceFailedError(LocalError):
+    """The device that was to decode it failed."""
 
 
 class DecodeFailedError(UnreadableBlobError):
@@ -184,7 +192,7 @@ class Calls:
             began = self._now()
             try:
                 value = tamed(function)
-            except NoRoomError:
+            except LocalError:
                 raise
             except (CorruptBlobError, UnreadableBlobError) as error:
                 self.report(verb, error)
@@ -230,7 +238,10 @@ class Calls:
                 self.report(verb, error)  # others were before it
 
     def failed(self, verb: str, error: Exception, breaker: Breaker) -> None:
+        """Report an error, and count it against the store unless it is that the machine has no thread."""
         self.report(verb, error)
+        if lacks_thread(error):
+            return
         self.on_doubt()
         if breaker.failed(verb):
             what = "reading" if breaker is self.reading else "writing"

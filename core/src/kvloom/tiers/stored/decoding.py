@@ -14,7 +14,7 @@ from kvloom.device import Device
 from kvloom.errors import CorruptBlobError, UnreadableBlobError
 from kvloom.memory import Pool, Reservation, pages_of
 from kvloom.runtime import Runtime
-from kvloom.tiers.stored.calls import NoRoomError, guarded
+from kvloom.tiers.stored.calls import DeviceFailedError, NoRoomError, guarded
 from kvloom.types import Buffers, Chunk
 
 MOST_BYTES = 256 << 20
@@ -29,7 +29,7 @@ class Job:
     blob: Buffers
     into: Chunk
     error: Exception | None = field(default_factory=lambda: NoRoomError("the launch was broken off"))
-    """Once it is done: CorruptBlobError, UnreadableBlobError or NoRoomError; None if the chunk is right."""
+    """Once it is done: CorruptBlobError, UnreadableBlobError or LocalError; None if the chunk is right."""
 
 
 class DeviceDecoder:
@@ -64,19 +64,26 @@ class DeviceDecoder:
                 self._run([job for job in batch if job.serializer is serializer])
 
     def _run(self, batch: Sequence[Job]) -> None:
-        place = Place(self._where, self._stream)
-        blobs, into = [job.blob for job in batch], [job.into for job in batch]
-        error: Exception | None = None
         try:
-            with self._device.on(self._stream):
-                guarded(partial(batch[0].serializer.decode_many, blobs, into, place))
-        except (CorruptBlobError, UnreadableBlobError) as raised:
-            full = isinstance(raised.__cause__, torch.OutOfMemoryError)  # the device, which is not the blob's fault
-            error = NoRoomError(str(raised)) if full else raised
-            self._stream.synchronize()  # nothing writes to memory that is given back
+            error = self._decoded(batch)
+        except Exception as raised:
+            error = DeviceFailedError(f"{self._where}: {raised}")
         if error is not None and len(batch) > 1:
             for job in batch:  # which of them it is
                 self._run([job])
         else:
             for job in batch:
                 job.error = error
+
+    def _decoded(self, batch: Sequence[Job]) -> Exception | None:
+        """Decode by one launch. Returns the error of its blobs, and raises that of the device."""
+        place = Place(self._where, self._stream)
+        blobs, into = [job.blob for job in batch], [job.into for job in batch]
+        with self._device.on(self._stream):
+            try:
+                guarded(partial(batch[0].serializer.decode_many, blobs, into, place))
+            except (CorruptBlobError, UnreadableBlobError) as raised:
+                self._stream.synchronize()  # nothing uses memory that is given back; a device that failed says so again
+                full = isinstance(raised.__cause__, torch.OutOfMemoryError)
+                return NoRoomError(str(raised)) if full else raised
+        return None

@@ -18,7 +18,7 @@ from kvloom.telemetry.events import EventBus
 from kvloom.tiers.index.ledger import Fidelity, Ledger
 from kvloom.tiers.memory.tier import MemoryTier
 from kvloom.tiers.request_context import RequestContext
-from kvloom.tiers.stored.calls import Calls, DecodeFailedError, NoRoomError
+from kvloom.tiers.stored.calls import Calls, DecodeFailedError, DeviceFailedError, LocalError, NoRoomError
 from kvloom.tiers.stored.existence import Existence
 from kvloom.tiers.stored.inflight import Arrived, InflightRead, InflightReads, Read, Wanted, release
 from kvloom.tiers.stored.layer_ranges import LayerBuffer, LayeredBlob, layered, read_layers
@@ -222,7 +222,7 @@ class Loads:
                 return
             if isinstance(outcome, CorruptBlobError):
                 self._discard(key, num_tokens, outcome, context, since=known_since)
-            elif isinstance(outcome, (UnreadableBlobError, ExpiredBlobError, NoRoomError)):
+            elif isinstance(outcome, (UnreadableBlobError, ExpiredBlobError, LocalError)):
                 self._miss(key, num_tokens, outcome, context, since=known_since)
             elif isinstance(outcome, Exception):
                 failures.append(outcome)
@@ -280,6 +280,9 @@ class Loads:
             self._blame_serializer(error)
             later = isinstance(error, LaterVersionError)
             self._ledger.note(key, Fidelity.LATER if later else Fidelity.UNREADABLE, since=since)
+        elif isinstance(error, DeviceFailedError):
+            reason = "device failed"
+            self._calls.report("decode", error)
         elif isinstance(error, ExpiredBlobError):
             reason = "expired"
             self._delete_if_possible(key, reason, since=since)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
@@ -15,7 +13,7 @@ from kvloom.bounded import one_line
 from kvloom.contracts.observer import Event
 from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import StorageBackend
-from kvloom.errors import BackendError, CorruptBlobError, DeadlineExceeded, IncompleteListingError, UnreadableBlobError
+from kvloom.errors import BackendError, CorruptBlobError, DeadlineExceeded, UnreadableBlobError
 from kvloom.format import envelope
 from kvloom.format.encryption import Protection
 from kvloom.interrupts import shielded_waiting
@@ -30,25 +28,20 @@ from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.calls import Calls
 from kvloom.tiers.stored.existence import Existence, Inquiry, Question
 from kvloom.tiers.stored.inflight import Wanted
-from kvloom.tiers.stored.inflight_writes import InflightWrites
 from kvloom.tiers.stored.load import Loads
 from kvloom.tiers.stored.maintenance import Maintenance
 from kvloom.tiers.stored.mapped import MappedChunks
 from kvloom.tiers.stored.read import BlobReader
+from kvloom.tiers.stored.removal import Removal
 from kvloom.tiers.stored.write import BlobWriter
 from kvloom.tiers.stored.write_queue import MOST_BATCH_BYTES, Write, WriteQueue, WriteTold
 from kvloom.tiers.tier import Layout, Loaded, Tier
 from kvloom.types import Chunk, ChunkKey, TierHealth
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
-QUARANTINE = "quarantine/"
-"""Prefix under which `kvloom scrub` puts corrupt blobs."""
 BELIEVED_SECONDS = 30.0
 """Default of `remember`: seconds for which a store that may lose blobs is believed to have what it had."""
-OPERATOR_SECONDS = 60.0
-"""Longest time of an operator's verb, in seconds, if the deadline is shorter: it may delete many blobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +112,6 @@ class StoredTier(Tier):
         self._events = events
         self._runtime = runtime
         self._invalidations = memory.invalidations
-        self._inflight_writes = InflightWrites(memory.invalidations, runtime)
         self._record: Call[None] | None = None
         self._mapped = MappedChunks(backend, reader.mapped, reader.longest, reader.outlived, events, runtime, name=name)
         self.maintenance = Maintenance(
@@ -131,7 +123,7 @@ class StoredTier(Tier):
             backend, self.ledger, self.calls, lossless=self.serializer.lossless, exact_only=policy.exact_only,
             expired=reader.expired, ttl=policy.ttl is not None, protection=policy.protection,
             remembered=ExistenceCache(policy.remember or 0.0, runtime.now),
-            doomed=lambda: self._inflight_writes.doomed().union(self.maintenance.owed), sized=policy.bounded,
+            doomed=lambda: self._writer.doomed().union(self.maintenance.owed), sized=policy.bounded,
         )  # fmt: skip
         self.calls.on_doubt = self._existence.doubt
         self.loads = Loads(
@@ -139,9 +131,10 @@ class StoredTier(Tier):
             deletes=policy.write != "never",
         )  # fmt: skip
         self._writer = BlobWriter(
-            backend, self.serializer, self.ledger, self.maintenance, memory.invalidations, self._inflight_writes,
-            events, runtime, protection=policy.protection, name=name,
+            backend, self.serializer, self.ledger, self.maintenance, memory.invalidations, events, runtime,
+            protection=policy.protection, name=name,
         )  # fmt: skip
+        self._removal = Removal(name, backend, self.ledger, self.maintenance, self.calls, events)
         bounds = [policy.capacity, *(policy.quota or {}).values()]
         self._writes = WriteQueue(
             self.calls.writes,
@@ -279,61 +272,14 @@ class StoredTier(Tier):
     @shielded_waiting
     def remove(self, keys: Sequence[ChunkKey]) -> None:
         """Delete blobs; they are gone on return. Raises BackendError if that cannot be said."""
-
-        def delete() -> None:
-            names = [str(key) for key in keys]
-            try:
-                self.backend.delete_many([*names, *(QUARANTINE + name for name in names)])
-            except BaseException:
-                self._forget_gone(keys)
-                raise
-            self.ledger.forget(keys)
-            self._events.left(self.name, keys)
-
-        self._delete("remove", delete)
+        self._writes.flush(self._runtime.now() + self.deadline)
+        self._removal.remove(keys)
 
     @shielded_waiting
     def clear(self, prefix: str) -> None:
         """Delete every blob whose key starts with `prefix`, a beginning of `<fingerprint>/<salt tag>/`; as `remove`."""
-
-        def delete() -> None:
-            found, unread = self._names_below(prefix)
-            names = dict.fromkeys([*found, *map(str, self.ledger.names(prefix))])
-            keys = [*_keys_of(names)]
-            try:
-                self.backend.delete_many([*names])
-            except BaseException:
-                self._forget_gone(keys)
-                raise
-            self.ledger.forget(keys)
-            self._events.left(self.name, keys)
-            if unread is not None:
-                raise unread
-
-        self._delete("clear", delete)
-
-    def _names_below(self, prefix: str) -> tuple[list[str], IncompleteListingError | None]:
-        found: list[str] = []
-        unread = None
-        for place in (prefix, QUARANTINE + prefix):
-            try:
-                found.extend(entry.key for entry in self.backend.scan(place))
-            except IncompleteListingError as error:
-                unread = error
-        return found, unread
-
-    def _forget_gone(self, keys: Sequence[ChunkKey]) -> None:
-        since = self.ledger.mark()
-        for key, here in zip(keys, self.maintenance.still_there(keys), strict=True):
-            if not here:
-                self.ledger.forget_absent(key, since=since)
-
-    def _delete(self, verb: str, delete: Callable[[], None]) -> None:
         self._writes.flush(self._runtime.now() + self.deadline)
-        try:
-            self.calls.order(verb, delete, seconds=max(OPERATOR_SECONDS, self.deadline)).result()
-        except Exception as error:
-            raise BackendError(f"{self.name}: {verb} failed, blobs may be left: {error}") from error
+        self._removal.clear(prefix)
 
     def put_record(self, name: str, content: bytes) -> None:
         """Keep a small unframed record beside the blobs, in the background."""
@@ -448,10 +394,3 @@ class StoredTier(Tier):
 
     def _settled(self, token: Write) -> bool:
         return self._writes.wait(token, self._runtime.now() + self.deadline)
-
-
-def _keys_of(names: Iterable[str]) -> Iterator[ChunkKey]:
-    """Those of these names in a store that are names of chunks."""
-    for name in names:
-        with suppress(ValueError):
-            yield ChunkKey.parse(name)

@@ -16,9 +16,8 @@ from kvloom.memory import pages_of
 from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
 from kvloom.tiers.index.ledger import Fidelity, Ledger, Victim
-from kvloom.tiers.invalidation import Invalidations
+from kvloom.tiers.invalidation import InflightWrites, Invalidations
 from kvloom.tiers.stored.calls import tamed
-from kvloom.tiers.stored.inflight_writes import InflightWrites
 from kvloom.tiers.stored.maintenance import Maintenance
 from kvloom.tiers.stored.write_queue import Write, WriteTold
 from kvloom.tiers.tier import Loaded
@@ -54,12 +53,12 @@ _Told = Callable[[_Blob, "Exception | None"], None]
 
 
 class BlobWriter:
-    """Writes chunks to one tier. Keeps no state between calls."""
+    """Writes chunks to one tier."""
 
     def __init__(
         self, backend: StorageBackend, serializer: Serializer, ledger: Ledger, maintenance: Maintenance,
-        invalidations: Invalidations, inflight: InflightWrites, events: EventBus, runtime: Runtime, *,
-        protection: Protection | None = None, name: str = "",
+        invalidations: Invalidations, events: EventBus, runtime: Runtime, *, protection: Protection | None = None,
+        name: str = "",
     ) -> None:  # fmt: skip
         """name: the tier's."""
         self._name = name
@@ -69,7 +68,8 @@ class BlobWriter:
         self._ledger = ledger
         self._maintenance = maintenance
         self._invalidations = invalidations
-        self._inflight = inflight
+        self._inflight = InflightWrites(invalidations, runtime)
+        self.doomed = self._inflight.doomed
         self._events = events
         self._now = runtime.now
         self.batches = type(backend).put_many is not StorageBackend.put_many
