@@ -25,6 +25,13 @@ def same(found: list[Any], expected: list[Any]) -> None:
         assert one["logprobs"] == other["logprobs"]
 
 
+def alike(found: list[Any], expected: list[Any]) -> None:
+    """Compare answers from KV that was computed in steps of other lengths: on some processors the last bits differ."""
+    for one, other in zip(found, expected, strict=True):
+        assert one["tokens"] == other["tokens"]
+        assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("dtype", "extra"),
     [
