@@ -210,7 +210,6 @@ class Engine:
         if self.alive:
             _kill(self.process)
             self._reap()
-        self._lines.close()
 
     def _end(self) -> None:
         """Wait until the process has ended; it has nothing more to do."""
@@ -225,6 +224,7 @@ class Engine:
 
     def _reap(self) -> int:
         self.alive = False
+        self._lines.close()
         with contextlib.suppress(EngineError):
             # It may have closed its connection and go on, and so may its children. Later its number may be another's.
             _kill(self.process)
