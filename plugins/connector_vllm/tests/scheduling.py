@@ -47,7 +47,7 @@ class _Request:
     over: bool = False
     running: bool = False
     wrong: bool = False
-    """What it computes is wrong, and the engine has not been told."""
+    """It computes with KV that did not come, and the engine has not been told."""
     digests: list[int] = field(default_factory=list)
 
     def digest(self, position: int) -> int:

@@ -1,8 +1,11 @@
-"""The planner beside another connector, which loads KV into the same blocks."""
+"""The planner, and both halves, beside another connector, which loads KV into the same blocks."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from halves_support import MEMORY, PROMPT
 from test_planner import NOBODY, planner
 from vllm_fakes import FakeRequest
 
@@ -53,3 +56,17 @@ def test_a_request_that_comes_back_and_waits_for_another_connector_has_computed_
     request.rehash()  # too late for a save
     one.give("r", [[10, 11, 12, 13, 14]])
     assert not one.end("r", [[10, 11, 12, 13, 14]])
+
+
+def test_each_rank_reports_such_a_step(pretended: Any) -> None:
+    """Else nothing would be saved any more."""
+    one, request = pretended(tiers=[MEMORY], ranks=2), FakeRequest("r", PROMPT[:])
+    one.scheduler.begin(request, NOBODY)
+    orders = one.scheduler.orders([Scheduled("r", [range(1, 8)], True, 8, len(PROMPT))], awaits_loads=True)
+    assert orders.step.uncertain
+    for worker in one.workers:
+        worker.fence(orders)
+        worker.begin(orders)
+        worker.load(wait=False)
+        worker.save()
+        assert worker.report().ascertained == orders.step.uncertain

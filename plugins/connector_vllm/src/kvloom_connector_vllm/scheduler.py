@@ -112,7 +112,7 @@ class _Lookup:
     chunks: tuple[Chunks, ...]
     """By group."""
     keys: Sequence[_Keys]
-    """Of these."""
+    """The keys of these chunks."""
     asked: Future[Told] | None
     """None if no tier need be asked."""
     since: float

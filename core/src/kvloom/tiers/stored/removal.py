@@ -1,4 +1,4 @@
-"""What an operator wants deleted: blobs by their keys, or all below a prefix, with those put into quarantine."""
+"""Deletes blobs for an operator: by their keys, or all below a prefix, with those put into quarantine."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _MAKES = os.O_CREAT | os.O_TRUNC
 
 
 class Meeting:
-    """What two processes tell each other: how often each event has happened, as the size of a file.
+    """Messages between two processes: how often each event has happened, as the size of a file.
 
     Events: `opened` a file to write it, `renaming` a file, `answered` a request, `done` with writing.
     """

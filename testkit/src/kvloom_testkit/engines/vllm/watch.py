@@ -46,7 +46,7 @@ class Watch:
         self.when_promised: Callable[[], object] | None = None
         """Called once, after a request's blocks are allocated and before the connector is told."""
         self.overwrites = False
-        """Whether blocks that a step gives to a request are overwritten at its start, and not when it computes them."""
+        """Overwrite blocks that a step gives to a request as soon as the connector has been told of the step."""
         self._scheduler, self._groups = scheduler, groups
         layers = [layer for group in groups for layer in group.layers]
         self._layers = list({(one.data_ptr(), one.shape, one.stride()): one for one in layers}.values())
@@ -55,7 +55,7 @@ class Watch:
         self._loads: dict[str, _Load] = {}
         self._allowed: set[int] = set()
         self._given: set[int] = set()
-        """Blocks in which nothing is that a request computed or loaded before this step, which computes in them."""
+        """Blocks that this step computes in, and that hold nothing which a request computed or loaded before."""
         self._faults: dict[str, list[str]] = {}
         self._steps = self._count = 0
         self._wrap()
@@ -80,7 +80,7 @@ class Watch:
         return cleared
 
     def overwrite_after(self, bind: Callable[..., object]) -> Callable[..., None]:
-        """A worker's function that has told the connector all about a step, so that it reads none of these any more."""
+        """Wrap `bind`, after which a connector knows all of a step and reads none of these blocks any more."""
 
         def bound(*args: Any, **kwargs: Any) -> None:
             bind(*args, **kwargs)
