@@ -26,6 +26,7 @@ PYLM = Path(__file__).parents[1] / "evals" / "pylm" / "weights"
 SOURCE = Path(next(iter(torch.__path__))) / "functional.py"
 NEW_TOKENS = 4
 PROMPT = 4 * 64 + 1
+PROMPTS = 4  # likeness of a single one differs in the third digit between processors, whose kernels round differently
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +51,20 @@ def profile(model: Any, tokens: torch.Tensor, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="module")
+def prompts(tokens: torch.Tensor) -> list[torch.Tensor]:
+    return list(tokens[: PROMPTS * PROMPT].view(PROMPTS, PROMPT))
+
+
+@pytest.fixture(scope="module")
 def as_it_was(
-    model: Any, tokens: torch.Tensor, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[list[int], torch.Tensor, int]:
-    """The answer from unchanged KV: tokens, logits, and the size of the KV."""
+    model: Any, prompts: list[torch.Tensor], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[list[int]], torch.Tensor, int]:
+    """The answers from unchanged KV: tokens, logits, and the size of the KV."""
     folder = tmp_path_factory.mktemp("raw")
-    answered(model, tokens[:PROMPT], config(folder, {"type": "raw"}))
-    text, logits, report = answered(model, tokens[:PROMPT], config(folder, {"type": "raw"}))
-    assert report.hit_tokens == PROMPT - 1
-    return text, logits, weight(folder)
+    answered(model, prompts, config(folder, {"type": "raw"}))
+    texts, logits, reports = answered(model, prompts, config(folder, {"type": "raw"}))
+    assert all(report.hit_tokens == PROMPT - 1 for report in reports)
+    return texts, logits, weight(folder)
 
 
 def config(folder: Path, serializer: dict[str, Any]) -> dict[str, Any]:
@@ -72,13 +78,24 @@ def config(folder: Path, serializer: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def answered(model: Any, prompt: torch.Tensor, settings: dict[str, Any]) -> tuple[list[int], torch.Tensor, Any]:
-    """The new tokens, the logits of the first of them, and what was hit."""
+def answered(
+    model: Any, prompts: list[torch.Tensor], settings: dict[str, Any]
+) -> tuple[list[list[int]], torch.Tensor, list[Any]]:
+    """For each prompt the new tokens, the logits of the first of them, and what was hit."""
+    texts, logits, reports = [], [], []
     with cached(model, settings) as engine:
-        out = engine.generate(
-            prompt[None], max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True, output_logits=True
-        )
-        return out.sequences[0, len(prompt) :].tolist(), out.logits[0][0].float(), engine.last
+        for prompt in prompts:
+            out = engine.generate(
+                prompt[None],
+                max_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+            texts.append(out.sequences[0, len(prompt) :].tolist())
+            logits.append(out.logits[0][0].float())
+            reports.append(engine.last)
+    return texts, torch.stack(logits), reports
 
 
 @pytest.mark.parametrize(
@@ -87,27 +104,27 @@ def answered(model: Any, prompt: torch.Tensor, settings: dict[str, Any]) -> tupl
         ({"mode": "lossless"}, 1.35, 1.0),
         ({"quality": "high"}, 3.1, 0.999),
         ({}, 3.9, 0.999),
-        ({"quality": "small", "codec_gate": False}, 4.5, 0.997),
+        ({"quality": "small", "codec_gate": False}, 4.5, 0.998),
         ({"mode": "cachegen"}, 3.4, 0.999),
-        ({"profile": True}, 3.8, 0.998),
-        ({"mode": "klt", "profile": True, "codec_gate": False}, 8.0, 0.997),
+        ({"profile": True}, 3.8, 0.999),
+        ({"mode": "klt", "profile": True, "codec_gate": False}, 8.0, 0.998),
     ],
     ids=["lossless", "high", "default", "small", "cachegen", "default with a profile", "klt"],
 )
 def test_a_model_goes_on_from_what_was_kept(
-    settings: dict[str, Any], ratio: float, likeness: float, model: Any, tokens: torch.Tensor, profile: Path,
-    as_it_was: tuple[list[int], torch.Tensor, int], tmp_path: Path,
+    settings: dict[str, Any], ratio: float, likeness: float, model: Any, prompts: list[torch.Tensor], profile: Path,
+    as_it_was: tuple[list[list[int]], torch.Tensor, int], tmp_path: Path,
 ) -> None:  # fmt: skip
     """Smaller on disk; nearly the same logits and, without loss, exactly those of KV from the disk as it was."""
     if "profile" in settings:
         settings = {**settings, "profile": str(profile)}
-    answered(model, tokens[:PROMPT], config(tmp_path, settings))
-    text, logits, report = answered(model, tokens[:PROMPT], config(tmp_path, settings))
+    answered(model, prompts, config(tmp_path, settings))
+    texts, logits, reports = answered(model, prompts, config(tmp_path, settings))
     expected, exact, nbytes = as_it_was
-    assert report.hit_tokens == PROMPT - 1 and set(report.by_tier) == {"disk"}
+    assert all(report.hit_tokens == PROMPT - 1 and set(report.by_tier) == {"disk"} for report in reports)
     if likeness == 1.0:
-        assert text == expected and torch.equal(logits, exact)
-    assert float(torch.cosine_similarity(logits, exact, 0)) >= likeness
+        assert texts == expected and torch.equal(logits, exact)
+    assert float(torch.cosine_similarity(logits, exact).mean()) >= likeness
     assert nbytes / weight(tmp_path) > ratio
 
 
@@ -119,13 +136,13 @@ def weight(folder: Path) -> int:
 
 
 def test_klt_without_its_profile_is_a_miss(model: Any, tokens: torch.Tensor, profile: Path, tmp_path: Path) -> None:
-    prompt = tokens[:200]
+    prompts = [tokens[:200]]
     klt = {"mode": "klt", "profile": str(profile), "codec_gate": False}
-    answered(model, prompt, config(tmp_path, klt))
+    answered(model, prompts, config(tmp_path, klt))
     gc.collect()  # until then the process knows the profile
-    _, _, report = answered(model, prompt, config(tmp_path, {}))
+    _, _, (report,) = answered(model, prompts, config(tmp_path, {}))
     assert report.hit_tokens == 0
-    _, _, report = answered(model, prompt, config(tmp_path, klt))
+    _, _, (report,) = answered(model, prompts, config(tmp_path, klt))
     assert report.hit_tokens == 192
 
 
