@@ -59,9 +59,9 @@ test: $(READY) ## every test that is not slow, and beside them lint and types, w
 
 test-full: $(SERVERS_READY) ## the slow tests; SIMULATION_OPS=1000000 simulates longer
 	@sh scripts/fuzzer.sh
-	$(BIN)/python -m pytest -m slow core/tests/test_simulation.py
-	$(BIN)/python -m pytest -m slow -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder --ignore=core/tests/test_simulation.py \
-		core/tests testkit/tests plugins/*/tests plugins/*/tests_servers tests
+	$(BIN)/python -m pytest -m slow -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder \
+		--ignore=core/tests/test_simulation.py core/tests testkit/tests plugins/*/tests plugins/*/tests_servers tests; tests=$$?; \
+	$(BIN)/python -m pytest -m slow core/tests/test_simulation.py; exit $$((tests + $$?))
 
 $(SERVERS_READY): $(READY) scripts/servers_requirements.txt scripts/servers.sh
 	@sh scripts/servers.sh $(VENV)

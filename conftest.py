@@ -1,6 +1,6 @@
-"""Reports of a test run: counts that tests leave, and processor time and memory of each test.
+"""Reports of a test run: counts that tests leave, and processor time and memory of each test; and a time for its end.
 
-Both work under pytest-xdist: a worker attaches them to its reports, the main process collects them.
+All work under pytest-xdist: a worker attaches them to its reports, the main process collects them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import os
 import resource
 import sys
 import tempfile
+import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 
 import pytest
 
+UNTIL = os.environ.get("TEST_UNTIL")  # in seconds, as `date +%s` prints them
 COSTS_FILE = os.environ.get("TEST_COSTS_FILE")
 # Tensors in tests are small: a second thread of torch's adds two thirds of the processor time, which it spends waiting.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -124,6 +127,26 @@ class _Costs:
             file.write(json.dumps(line) + "\n")
 
 
+class _Until:
+    """Begins no test once TEST_UNTIL has passed, and says how many it left: a run that is cut off says nothing."""
+
+    _REASON = "not begun, because TEST_UNTIL has passed"
+
+    def __init__(self, until: float) -> None:
+        self._until = until
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        if time.time() > self._until:
+            pytest.skip(self._REASON)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        skipped = terminalreporter.stats.get("skipped", [])
+        left = sum(self._REASON in str(report.longrepr) for report in skipped)
+        if left:
+            terminalreporter.section(f"{left} tests were {self._REASON}", red=True)
+
+
 @pytest.fixture
 def short_path() -> Iterator[Path]:
     """A directory for sockets, whose paths have some 100 bytes at most; those below `tmp_path` may be longer."""
@@ -157,7 +180,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker("slow")
     if "PYTEST_XDIST_WORKER" in os.environ:
         tests = Counter(item.path for item in items)
-        items.sort(key=lambda item: (item.path.name not in _FIRST, -tests[item.path], item.path))
+        # Where time may run out, other files come last in each run.
+        order = {path: zlib.crc32(f"{UNTIL} {path.name}".encode()) if UNTIL else -tests[path] for path in tests}
+        items.sort(key=lambda item: (item.path.name not in _FIRST, order[item.path], item.path))
 
 
 def pytest_collection_finish() -> None:
@@ -188,5 +213,7 @@ def _read_once(installed: Callable[[], Iterator[Any]]) -> Callable[[], Iterator[
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Counts())
     config.pluginmanager.register(_Memory())
+    if UNTIL:
+        config.pluginmanager.register(_Until(float(UNTIL)))
     if COSTS_FILE:
         config.pluginmanager.register(_Costs(Path(COSTS_FILE)))

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,8 +19,9 @@ from simulation.world import run_seed
 
 HERE = Path(__file__).parent
 SHORT_OPS = 3_000
-LONG_OPS = int(os.environ.get("SIMULATION_OPS", 350_000))
+LONG_OPS = int(os.environ.get("SIMULATION_OPS", 200_000))
 """`SIMULATION_OPS=1000000 make test-full` runs a million."""
+UNTIL = float(os.environ.get("TEST_UNTIL", "inf"))
 REPLAYED = range(300, 302)
 
 
@@ -87,6 +89,6 @@ def test_nothing_is_wrong_in_many_operations(capsys: pytest.CaptureFixture[str])
     with capsys.disabled():
         print(f"\nsimulation: fresh seeds from {base}", flush=True)
         jobs = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        tally = run_until(lambda tally: tally.ops >= LONG_OPS, base, jobs=jobs, total=LONG_OPS)
+        tally = run_until(lambda tally: tally.ops >= LONG_OPS or time.time() > UNTIL, base, jobs=jobs, total=LONG_OPS)
         print(f"\nsimulation: {tally}")
     assert not tally.failed, "\n".join(tally.failed)

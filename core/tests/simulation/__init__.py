@@ -15,7 +15,7 @@ middle of what they do, and asks an oracle after every operation and at the end 
 
 A seed runs with `make simulate SEED=7`, and what happened in it is printed with `ARGS=--trace`. From this folder's
 parent, `python -m simulation --help` says more; `--total 1000000 --jobs 2` runs that many operations over fresh seeds.
-Seeds that once failed are in `seeds.txt`, and `make test-full` runs them again, before 350,000 operations of fresh ones
+Seeds that once failed are in `seeds.txt`, and `make test-full` runs them again, before 200,000 operations of fresh ones
 (or `SIMULATION_OPS` of them). They stand for the run in which they failed
 only while the simulation draws as it did then: a bug worth remembering has a test of its own as well.
 
