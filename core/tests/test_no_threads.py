@@ -1,7 +1,9 @@
-"""A machine that has no more threads costs hits, and nothing else."""
+"""A machine that has no more threads, or no more file descriptors, costs hits, and nothing else."""
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Callable
 
 import pytest
@@ -77,16 +79,36 @@ def test_every_verb_serves_a_miss(
     assert closed and len(shelf.blobs) == 4
 
 
+class PanicException(BaseException):
+    """As Rust's panics reach Python."""
+
+
+def no_thread_in_rust() -> None:
+    raise PanicException("failed to spawn thread: Os { code: 11, kind: WouldBlock }")
+
+
+def no_descriptor() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        os.pipe()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("lacking", [none_left, no_thread_in_rust, no_descriptor])
 @pytest.mark.parametrize(("verb", "counted"), [("get", "missed"), ("put", "dropped")])
-def test_a_store_whose_library_finds_no_thread_is_not_paused(open_engine: Open, verb: str, counted: str) -> None:
+def test_a_store_whose_library_finds_no_thread_or_descriptor_is_not_paused(
+    open_engine: Open, lacking: Callable[[], None], verb: str, counted: str
+) -> None:
     engine = open_engine(SHELF)
     shelf = Shelf.shelves["default"]
 
     def library(called: str, key: str) -> None:
         if called == verb:
             try:
-                none_left()
-            except RuntimeError as error:
+                lacking()
+            except Exception as error:
                 raise BackendError("no connection") from error
 
     engine.store(TOKENS, kv=KV)

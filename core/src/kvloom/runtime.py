@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import logging
 import math
 import os
@@ -243,12 +244,20 @@ class NoThreadError(BackendError):
     """The machine has no thread for a call."""
 
 
-def lacks_thread(error: BaseException | None) -> bool:
-    """Return whether this or an error that led to it is that the machine has no more threads."""
+_NO_THREAD = ("can't start new thread", "failed to spawn thread")
+"""The words of the interpreter, which raises RuntimeError, and of Rust, whose panics are no Exception."""
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+
+
+def lacks_resource(error: BaseException | None) -> bool:
+    """Return whether this, or an error that led to it, is that this machine has no more threads or file descriptors."""
     while error is not None:
-        if isinstance(error, RuntimeError) and "can't start new thread" in str(error):  # as the interpreter says it
+        if isinstance(error, OSError) and error.errno in _NO_DESCRIPTOR:
             return True
-        error = error.__cause__
+        of_threads = isinstance(error, RuntimeError) or not isinstance(error, Exception)
+        if of_threads and any(words in str(error) for words in _NO_THREAD):
+            return True
+        error = error.__cause__ or error.__context__
     return False
 
 

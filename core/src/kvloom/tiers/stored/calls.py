@@ -13,7 +13,7 @@ from kvloom.bounded import get_at_most, one_line
 from kvloom.contracts.observer import Event
 from kvloom.contracts.storage import StorageBackend
 from kvloom.errors import BackendError, CorruptBlobError, DeadlineExceeded, UnreadableBlobError
-from kvloom.runtime import Call, NoThreadError, Runtime, Workers, lacks_thread
+from kvloom.runtime import Call, NoThreadError, Runtime, Workers, lacks_resource
 from kvloom.telemetry.events import EventBus
 from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.breaker import Breaker
@@ -238,9 +238,9 @@ class Calls:
                 self.report(verb, error)  # others were before it
 
     def failed(self, verb: str, error: Exception, breaker: Breaker) -> None:
-        """Report an error, and count it against the store unless it is that the machine has no thread."""
+        """Report an error, and count it against the store unless this machine has no thread or file for it."""
         self.report(verb, error)
-        if lacks_thread(error):
+        if lacks_resource(error):
             return
         self.on_doubt()
         if breaker.failed(verb):
