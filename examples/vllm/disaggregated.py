@@ -21,7 +21,6 @@ import contextlib
 import json
 import logging
 import resource
-import time
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -119,7 +118,7 @@ class Proxy:
         finally:
             self._requests -= 1
             self._bytes -= size
-            self._active[request.protocol] = time.monotonic()
+            self._active[request.protocol] = asyncio.get_running_loop().time()
 
     def _size(self, request: web.Request) -> int:
         """Bytes of a request, at most."""
@@ -152,7 +151,7 @@ class Proxy:
     async def _prefill(self, path: str, headers: CIMultiDict[str], data: bytes) -> bool:
         """Compute a prompt; whether its KV is on its way."""
         assert self._session is not None
-        now = time.monotonic()
+        now = asyncio.get_running_loop().time()
         if now < self._prefill_down_until:
             return False
         if self._prefill_down_until:  # this request tries it, the others do not wait for that
@@ -164,7 +163,7 @@ class Proxy:
                     await self._ask_whether_alive(computing)
             status = computing.result()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            self._prefill_down_until = time.monotonic() + self.settings.retry_after
+            self._prefill_down_until = asyncio.get_running_loop().time() + self.settings.retry_after
             log.warning("%s: %s: %s", self.settings.prefill, type(error).__name__, error)
             return False
         finally:
@@ -259,7 +258,7 @@ class Proxy:
     def _close_idle(self, server: web.Server) -> None:
         """Also those that have not sent a whole request yet, which aiohttp would wait for, and those that do not take
         the rest of an answer, which a close would wait for."""
-        now = time.monotonic()
+        now = asyncio.get_running_loop().time()
         self._active = {connection: self._active.get(connection, now) for connection in server.connections}
         self._transports = {each: each.transport or self._transports.get(each) for each in self._active}
         for connection, since in self._active.items():

@@ -80,7 +80,7 @@ async def test_without_prefill_the_other_computes(both: Both) -> None:
 
 @pytest.mark.parametrize("fault", ["500", "503", "400", "hangs"])
 def test_prefill_that_fails_fails_nobody(fault: str) -> None:
-    @scenario(prefill_timeout=0.05 if fault == "hangs" else 60)
+    @scenario(prefill_timeout=5 if fault == "hangs" else 60)
     async def one(both: Both) -> None:
         both.prefill.fault = fault
         answer = await both.client.completions.create(model="m", prompt="x")
@@ -92,23 +92,23 @@ def test_prefill_that_fails_fails_nobody(fault: str) -> None:
     one()
 
 
-@scenario(silence=0.05, retry_after=0.01)
+@scenario(silence=5, retry_after=1)
 async def test_a_silent_engine_for_prefill_costs_a_moment_and_is_tried_by_one(both: Both) -> None:
     both.prefill.fault = "hangs"
     answer = await both.client.completions.create(model="m", prompt="x")
     assert answer.choices[0].text == "decode" and "kv_transfer_params" not in both.decode.bodies[0]
-    await asyncio.sleep(0.02)
+    await asyncio.sleep(2)
     del both.prefill.bodies[:]
     await asyncio.gather(*(both.client.completions.create(model="m", prompt="x") for _ in range(4)))
     assert sum(body is not None for body in both.prefill.bodies) == 1
-    await asyncio.sleep(0.02)
+    await asyncio.sleep(2)
     both.prefill.fault = ""
     for _ in range(2):
         await both.client.completions.create(model="m", prompt="x")
         assert "kv_transfer_params" in both.decode.bodies[-1], "it is back"
 
 
-@scenario(silence=0.05)
+@scenario(silence=5)
 async def test_an_engine_that_computes_for_long_is_waited_for(both: Both) -> None:
     both.prefill.fault = "computes"
     await both.client.completions.create(model="m", prompt="x")
@@ -146,7 +146,7 @@ async def test_no_engine_is_an_error_of_its_own(both: Both) -> None:
     assert error.value.status_code == 502 and error.value.body["type"] == "upstream_error"
 
 
-@scenario(timeout=0.05)
+@scenario(timeout=5)
 async def test_an_engine_that_hangs_is_an_error(both: Both) -> None:
     both.decode.fault = "hangs"
     with pytest.raises(openai().InternalServerError) as error:
@@ -156,7 +156,7 @@ async def test_an_engine_that_hangs_is_an_error(both: Both) -> None:
 
 @pytest.mark.parametrize("fault", ["breaks off", "stalls"])
 def test_a_stream_that_ends_early_is_not_taken_for_whole(fault: str) -> None:
-    @scenario(timeout=0.2 if fault == "stalls" else 60)
+    @scenario(timeout=20 if fault == "stalls" else 60)
     async def one(both: Both) -> None:
         both.decode.fault = fault
         stream = await both.client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
@@ -245,7 +245,7 @@ async def pieces() -> AsyncIterator[bytes]:
     yield b"{}"
 
 
-@scenario(max_connections=2, client_timeout=0.2)
+@scenario(max_connections=2, client_timeout=20)
 async def test_connections_are_bounded_and_do_not_idle(both: Both) -> None:
     port = int(both.address.rpartition(":")[2])
     idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
@@ -257,15 +257,15 @@ async def test_connections_are_bounded_and_do_not_idle(both: Both) -> None:
     assert answer.choices[0].text == "decode"
 
 
-@scenario(client_timeout=0.2)
+@scenario(client_timeout=20)
 async def test_a_client_that_does_not_take_its_answer_holds_no_connection(both: Both) -> None:
     both.decode.fault = "goes on"
     _, writer = await asyncio.open_connection("127.0.0.1", int(both.address.rpartition(":")[2]), limit=1 << 10)
     writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
     while not both.proxy._active:
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(1)
     while both.proxy._active:
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(1)
     assert not both.proxy._requests
     writer.close()
 
@@ -345,7 +345,7 @@ def test_numbers_that_bound_nothing_are_refused(
 
 def test_connections_leave_files_for_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64 + 6, 4096))
-    scenario(client_timeout=0.2)(_three_connect)()
+    scenario(client_timeout=20)(_three_connect)()
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, 4096))
     assert disaggregated.affordable(1024) == 1024
 
@@ -358,7 +358,7 @@ async def _three_connect(both: Both) -> None:
         writer.close()
 
 
-@scenario(client_timeout=0.2)
+@scenario(client_timeout=20)
 async def test_a_body_that_does_not_come(both: Both) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", int(both.address.rpartition(":")[2]))
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
