@@ -13,13 +13,14 @@ import torch
 from vllm_fakes import BLOCK, FakeRequest, kv_cache_config, vllm_config
 
 from kvloom import Engine
-from kvloom_connector_vllm.announcing import Announcer
 from kvloom_connector_vllm.configured import Settings, has_shared_tier
 from kvloom_connector_vllm.identity import Identity, identify
 from kvloom_connector_vllm.names import Names, owner_of
-from kvloom_connector_vllm.plan import Group, Owner, Scheduled
-from kvloom_connector_vllm.planner import Planner
-from kvloom_connector_vllm.scheduler import Report, Scheduler
+from kvloom_connector_vllm.scheduling.announcing import Announcer
+from kvloom_connector_vllm.scheduling.messages import Report
+from kvloom_connector_vllm.scheduling.plan import Group, Owner, Scheduled
+from kvloom_connector_vllm.scheduling.planner import Planner
+from kvloom_connector_vllm.scheduling.scheduler import Scheduler
 from kvloom_connector_vllm.worker import Part, Worker
 
 NOBODY = Owner()

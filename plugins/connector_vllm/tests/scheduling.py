@@ -19,9 +19,10 @@ from vllm_fakes import BLOCK, FakeRequest
 from kvloom import ChunkKey, KVSpec, MemoryFormat
 from kvloom_connector_vllm.names import Names, owner_of
 from kvloom_connector_vllm.paged.settings import Geometry
-from kvloom_connector_vllm.plan import NULL, Boundary, Move, Scheduled
-from kvloom_connector_vllm.planner import Planner
-from kvloom_connector_vllm.scheduler import Report, Scheduler
+from kvloom_connector_vllm.scheduling.messages import Report
+from kvloom_connector_vllm.scheduling.plan import NULL, Boundary, Move, Scheduled
+from kvloom_connector_vllm.scheduling.planner import Planner
+from kvloom_connector_vllm.scheduling.scheduler import Scheduler
 
 MOST_TOKENS = 64
 Value = tuple[int, int, int]

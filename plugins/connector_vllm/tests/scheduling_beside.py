@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from scheduling import Simulation, _Request
 from test_planner_model import attended
 
-from kvloom_connector_vllm.plan import NULL, Scheduled
+from kvloom_connector_vllm.scheduling.plan import NULL, Scheduled
 
 
 class Beside(Simulation):

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from kvloom import ChunkKey
-from kvloom_connector_vllm import announcing
-from kvloom_connector_vllm.announcing import Announcer
 from kvloom_connector_vllm.names import hash_of
-from kvloom_connector_vllm.plan import Chunks
+from kvloom_connector_vllm.scheduling import announcing
+from kvloom_connector_vllm.scheduling.announcing import Announcer
+from kvloom_connector_vllm.scheduling.plan import Chunks
 
 
 @pytest.mark.parametrize("bound", [{"_MOST_TOKENS": 8}, {"_MOST_CHUNKS": 2}])

@@ -13,8 +13,9 @@ import torch
 from halves_support import LAYERS, MEMORY, NOBODY, PROMPT, disk, one_chunks
 from vllm_fakes import BLOCK, FakeRequest
 
-from kvloom_connector_vllm.plan import Owner, Scheduled
-from kvloom_connector_vllm.scheduler import Report, patience_of
+from kvloom_connector_vllm.scheduling.messages import Report
+from kvloom_connector_vllm.scheduling.plan import Owner, Scheduled
+from kvloom_connector_vllm.scheduling.scheduler import patience_of
 from kvloom_connector_vllm.worker import IDLE_SECONDS
 
 
@@ -326,7 +327,7 @@ def test_the_longer_a_request_waits_the_less_often_tiers_are_asked(
 ) -> None:
     """With a hundred long prompts that wait, each question costs time in every step of the engine."""
     one, now, request = pretended(tiers=[disk(tmp_path)]), [100.0], FakeRequest("a", PROMPT[:])
-    monkeypatch.setattr("kvloom_connector_vllm.scheduler.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("kvloom_connector_vllm.scheduling.scheduler.time", SimpleNamespace(monotonic=lambda: now[0]))
     while one.scheduler.matched(request, NOBODY, 0, patience=8) is None:
         one.scheduler._lookups["a"].asked.result(20)
         one.scheduler.orders((), idle=True)

@@ -14,8 +14,8 @@ import torch
 from halves_support import MEMORY, NOBODY, PROMPT, disk, one_chunks
 from vllm_fakes import FakeRequest
 
-from kvloom_connector_vllm.plan import Scheduled
-from kvloom_connector_vllm.scheduler import Report
+from kvloom_connector_vllm.scheduling.messages import Report
+from kvloom_connector_vllm.scheduling.plan import Scheduled
 from kvloom_connector_vllm.worker import _MemoryChanges
 
 
@@ -344,8 +344,8 @@ def test_what_a_client_calls_its_request_cannot_forge_a_log(
 def test_a_step_waits_once_for_all_of_its_requests(
     pretended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvloom_connector_vllm.scheduler.LOOKUP_SECONDS", 0.2)
-    monkeypatch.setattr("kvloom_connector_vllm.scheduler.LATE_SECONDS", 1.0)
+    monkeypatch.setattr("kvloom_connector_vllm.scheduling.scheduler.LOOKUP_SECONDS", 0.2)
+    monkeypatch.setattr("kvloom_connector_vllm.scheduling.scheduler.LATE_SECONDS", 1.0)
     one = pretended(tiers=[disk(tmp_path)])
     go_on = threading.Event()
     monkeypatch.setattr(one.index, "locate", lambda segments: go_on.wait(20) and [None] * len(segments))
@@ -357,7 +357,7 @@ def test_a_step_waits_once_for_all_of_its_requests(
     assert time.monotonic() - began < 5.0, "0.2 seconds, and not 6"
     time.sleep(1.1)
     assert [one.scheduler.matched(request, NOBODY, 0) for request in requests] == [0] * 30, "and not for ever"
-    monkeypatch.setattr("kvloom_connector_vllm.scheduler.STALE_SECONDS", 60.0)
+    monkeypatch.setattr("kvloom_connector_vllm.scheduling.scheduler.STALE_SECONDS", 60.0)
     assert [one.scheduler.matched(request, NOBODY, 0) for request in requests[5:]] == [0] * 25, "nor is it an error"
     go_on.set()
 

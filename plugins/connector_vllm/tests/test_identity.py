@@ -17,7 +17,7 @@ from kvloom_connector_vllm import weights
 from kvloom_connector_vllm.configured import Settings, has_shared_tier
 from kvloom_connector_vllm.identity import Adapters, identify, identify_groups
 from kvloom_connector_vllm.names import Names, hash_of, owner_of
-from kvloom_connector_vllm.plan import Chunks, Owner
+from kvloom_connector_vllm.scheduling.plan import Chunks, Owner
 from kvloom_connector_vllm.weights import file_digest, folder_digest
 
 MEMORY = {"type": "memory", "capacity": "1MiB"}

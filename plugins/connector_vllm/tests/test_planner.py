@@ -9,9 +9,9 @@ import pytest
 from vllm_fakes import BLOCK, FakeRequest
 
 from kvloom import leading
-from kvloom_connector_vllm.plan import IDLE, Boundary, Group, Hit, Offer, Owner, Scheduled
-from kvloom_connector_vllm.planner import Planner
-from kvloom_connector_vllm.tail import Piece, Pieces
+from kvloom_connector_vllm.scheduling.plan import IDLE, Boundary, Group, Hit, Offer, Owner, Scheduled
+from kvloom_connector_vllm.scheduling.planner import Planner
+from kvloom_connector_vllm.scheduling.tail import Piece, Pieces
 
 CHUNK = 2 * BLOCK
 NOBODY = Owner()

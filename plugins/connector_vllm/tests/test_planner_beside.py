@@ -9,7 +9,7 @@ from halves_support import MEMORY, PROMPT
 from test_planner import NOBODY, planner
 from vllm_fakes import FakeRequest
 
-from kvloom_connector_vllm.plan import Scheduled
+from kvloom_connector_vllm.scheduling.plan import Scheduled
 
 TABLE = [[5, 6, 7, 8, 9]]
 

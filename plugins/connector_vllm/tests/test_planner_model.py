@@ -13,10 +13,10 @@ from test_planner import NOBODY
 from vllm_fakes import BLOCK, FakeRequest
 
 from kvloom import leading
-from kvloom_connector_vllm.plan import NULL, Boundary, Chunks, Group, Move, Scheduled
-from kvloom_connector_vllm.planner import Planner
-from kvloom_connector_vllm.reach import reach
-from kvloom_connector_vllm.tail import Piece
+from kvloom_connector_vllm.scheduling.plan import NULL, Boundary, Chunks, Group, Move, Scheduled
+from kvloom_connector_vllm.scheduling.planner import Planner
+from kvloom_connector_vllm.scheduling.reach import reach
+from kvloom_connector_vllm.scheduling.tail import Piece
 
 KINDS = (
     [{}], [{"window": 7}], [{}, {"window": 9}], [{"window": 5}, {}, {"window": 20}], [{}, {"span": 12}],

@@ -10,9 +10,11 @@ import pytest
 from scheduling import Simulation, Violation
 from scheduling_beside import Beside
 
-from kvloom_connector_vllm.plan import Boundary, Group, Move, Reads, Scheduled, Step
-from kvloom_connector_vllm.planner import Planner
-from kvloom_connector_vllm.scheduler import Report, Scheduler
+from kvloom_connector_vllm.scheduling.messages import Report
+from kvloom_connector_vllm.scheduling.plan import Boundary, Group, Move, Reads, Scheduled, Step
+from kvloom_connector_vllm.scheduling.planner import Planner
+from kvloom_connector_vllm.scheduling.saving import Saves, State
+from kvloom_connector_vllm.scheduling.scheduler import Scheduler
 
 
 def simulated(seeds: Iterable[int], operations: int, *, simulation: type[Simulation] = Simulation) -> Counter[str]:
@@ -54,12 +56,12 @@ def _step_of_tables(
     return real(self, scheduled, boundaries, **others)
 
 
-def _all_states(self: Planner, boundary: Boundary, saves: list[Move], *, real: Any = Planner._save_state) -> None:
-    size = self.groups[boundary.group].block_tokens
-    real(self, boundary._replace(tokens=-(-boundary.tokens // size) * size), saves)
+def _all_states(self: Saves, state: State, boundary: Boundary, *, real: Any = Saves.at_boundary) -> Move | None:
+    size = self._groups[boundary.group].block_tokens
+    return real(self, state, boundary._replace(tokens=-(-boundary.tokens // size) * size))
 
 
-def _move_of_everything(self: Planner, *arguments: Any, real: Any = Planner._move) -> Move | None:
+def _move_of_everything(self: Saves, *arguments: Any, real: Any = Saves._move) -> Move | None:
     return real(self, *arguments[:-1], 0)
 
 
@@ -68,8 +70,8 @@ def _first_rank_is_enough(self: Scheduler, report: Report, *, real: Any = Schedu
     real(self, report, **others)
 
 
-def _keeps_all(self: Planner, fence: set[int]) -> Sequence[Move]:
-    ended, self._ended = self._ended, []
+def _keeps_all(self: Saves, fence: set[int], *, now: bool) -> Sequence[Move]:
+    ended, self.ended = self.ended, []
     return tuple(ended)
 
 
@@ -86,9 +88,9 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "blocks of unknown requests are not fenced": (Planner, "step", _step_for_the_known),
     "blocks that are set to zero are not fenced": (Planner, "step", _step_of_tables),
     "blocks are free when one rank has read them": (Scheduler, "report", _first_rank_is_enough),
-    "saves of requests that are over are begun though their blocks go": (Planner, "_unneeded", _keeps_all),
-    "blocks that were given up are saved": (Planner, "_move", _move_of_everything),
-    "states are saved where they are not whole": (Planner, "_save_state", _all_states),
+    "saves of requests that are over are begun though their blocks go": (Saves, "take_ended", _keeps_all),
+    "blocks that were given up are saved": (Saves, "_move", _move_of_everything),
+    "states are saved where they are not whole": (Saves, "at_boundary", _all_states),
     "a reset seals nothing": (Planner, "seal", lambda self: None),
     "a failed load is tried again": (Planner, "doubt", lambda self, failed, everything=False: None),
     "windows are loaded without their first token": (Group, "first", _window_too_short),

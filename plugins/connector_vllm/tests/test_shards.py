@@ -15,15 +15,16 @@ from halves_support import LAYERS, MEMORY, NOBODY, PROMPT, Pretended, disk, one_
 from vllm_fakes import BLOCK, FakeRequest, kv_cache_config, layer_spec, vllm_config
 
 from kvloom import BackendError, ConfigError, KVSpec, MemoryFormat
-from kvloom_connector_vllm.announcing import Announcer
 from kvloom_connector_vllm.configured import Settings
 from kvloom_connector_vllm.identity import Identity, identify_groups
 from kvloom_connector_vllm.names import Names
 from kvloom_connector_vllm.paged.settings import Geometry
 from kvloom_connector_vllm.paged.views import orders_of_parts
-from kvloom_connector_vllm.plan import Chunks, Group, Scheduled
-from kvloom_connector_vllm.planner import Planner
-from kvloom_connector_vllm.scheduler import Report, Scheduler
+from kvloom_connector_vllm.scheduling.announcing import Announcer
+from kvloom_connector_vllm.scheduling.messages import Report
+from kvloom_connector_vllm.scheduling.plan import Chunks, Group, Scheduled
+from kvloom_connector_vllm.scheduling.planner import Planner
+from kvloom_connector_vllm.scheduling.scheduler import Scheduler
 from kvloom_connector_vllm.worker import Worker
 
 HEADS, SIZE = 4, 8

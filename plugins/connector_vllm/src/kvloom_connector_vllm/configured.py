@@ -13,7 +13,7 @@ from .identity import Identity
 from .offload.setup import OffloadSettings
 from .paged.blocks import VLLMBlobConnector, VLLMConnector
 from .paged.settings import Geometry
-from .plan import Group
+from .scheduling.plan import Group
 
 _EXTRA = {"config", "async_load", "by_layer"}
 

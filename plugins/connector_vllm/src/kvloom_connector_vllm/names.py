@@ -9,7 +9,7 @@ from functools import lru_cache
 from kvloom import ChunkKey, KVSpec, MemoryFormat, Segment, fingerprint, salt_tag
 
 from .paged.settings import Geometry
-from .plan import Chunks, Owner
+from .scheduling.plan import Chunks, Owner
 
 
 def owner_of(adapter: str, salt: str) -> Owner:

@@ -19,8 +19,8 @@ from kvloom.device import CurrentStreams
 
 from .names import Names
 from .paged.layers import LayerEvents
-from .plan import Chunks, Move
-from .scheduler import Orders, Report
+from .scheduling.messages import Orders, Report
+from .scheduling.plan import Chunks, Move
 
 log = logging.getLogger(__name__)
 

@@ -24,13 +24,14 @@ from vllm.logger import init_logger
 from kvloom import Engine, check_config
 
 from .. import identity as identities
-from ..announcing import Announcer
 from ..configured import Settings, has_shared_tier
 from ..names import Names, owner_of
 from ..paged.views import orders_of_parts, pages_of
-from ..plan import Boundary, Owner, Scheduled
-from ..planner import Planner
-from ..scheduler import MEMORY, Orders, Report, Scheduler, patience_of
+from ..scheduling.announcing import Announcer
+from ..scheduling.messages import Orders, Report
+from ..scheduling.plan import Boundary, Owner, Scheduled
+from ..scheduling.planner import Planner
+from ..scheduling.scheduler import MEMORY, Scheduler, patience_of
 from ..worker import Part, Worker
 from . import platform
 from .events import events_of

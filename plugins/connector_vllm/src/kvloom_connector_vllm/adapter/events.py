@@ -8,7 +8,7 @@ from typing import Any
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from ..announcing import Announcement
+from ..scheduling.announcing import Announcement
 
 
 def events_of(announcements: Iterable[Announcement], block_tokens: int) -> Iterator[Any]:

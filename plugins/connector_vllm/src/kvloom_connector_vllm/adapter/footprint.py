@@ -20,7 +20,7 @@ from kvloom import ConfigError
 
 from ..configured import Settings
 from ..identity import Identity, identify_groups
-from ..plan import Group
+from ..scheduling.plan import Group
 from . import platform
 
 _MEMORY_BYTES = 1 << 46

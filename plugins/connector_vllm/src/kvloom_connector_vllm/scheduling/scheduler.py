@@ -8,13 +8,14 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvloom import ChunkKey, Index, leading, one_line
 
+from ..names import Names
 from .announcing import Announcement, Announcer
-from .names import Names
+from .messages import Orders, Report
 from .plan import Boundary, Chunks, Group, Hit, Owner, Request, Scheduled, Step
 from .planner import Planner
 from .tail import Piece
@@ -35,56 +36,6 @@ STALE_SECONDS = 1.0
 
 MOST_PATIENCE = 60.0
 """Seconds that a request waits at most for KV that another engine is to store."""
-
-
-@dataclass(slots=True)
-class Report:
-    """The workers' report after a step: one rank's, or several merged."""
-
-    saved: Counter[int] = field(default_factory=Counter)
-    """By number of the save, how many ranks are done reading."""
-    came: dict[int, list[ChunkKey]] = field(default_factory=dict)
-    """By rank, what its memory holds now and did not before."""
-    left: dict[int, list[ChunkKey]] = field(default_factory=dict)
-    whole: set[int] = field(default_factory=set)
-    """Ranks whose `came` is their complete content."""
-    loaded: set[str] = field(default_factory=set)
-    """Requests whose loads are over."""
-    failed: set[str] = field(default_factory=set)
-    """Those that did not get everything."""
-    failures: dict[int, int] = field(default_factory=dict)
-    """By rank, how many loads had failed by then."""
-    ascertained: int = 0
-    """The last `Step.uncertain` that is over."""
-
-    def add(self, other: Report) -> Report:
-        self.saved.update(other.saved)
-        self.came |= other.came
-        self.left |= other.left
-        self.whole |= other.whole
-        self.loaded |= other.loaded
-        self.failed |= other.failed
-        self.failures |= other.failures
-        self.ascertained = max(self.ascertained, other.ascertained)
-        return self
-
-    def __bool__(self) -> bool:
-        return bool(self.saved or self.came or self.left or self.whole or self.loaded or self.ascertained)
-
-
-@dataclass(frozen=True, slots=True)
-class Orders:
-    """The scheduler's orders to the workers for a step."""
-
-    step: Step
-    failures: Mapping[int, int] = field(default_factory=dict)
-    """By rank, failed loads that the scheduler knows of: saves planned without this knowledge are skipped."""
-    clear: bool = False
-    """Memory is to be emptied before anything else."""
-    idle: bool = False
-    """Nothing is computed in this step."""
-    patient: bool = False
-    """A request waits for what another engine is storing."""
 
 
 Told = Mapping[ChunkKey, str]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from kvloom import ChunkKey
 
-from .names import hash_of
+from ..names import hash_of
 from .plan import Chunks
 
 _MOST_CHUNKS = 1 << 17

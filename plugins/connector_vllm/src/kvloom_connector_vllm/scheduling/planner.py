@@ -10,46 +10,13 @@ step that gives such a block to another request, or to another group, waits for 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import inf, lcm
+from itertools import count
+from math import lcm
 
-from kvloom import leading
-
-from .plan import IDLE, NOTHING, NULL, Boundary, Chunks, Group, Hit, Move, Offer, Owner, Reads, Request, Scheduled, Step
+from .plan import IDLE, NULL, Boundary, Chunks, Group, Hit, Move, Offer, Owner, Request, Scheduled, Step
 from .reach import reach
-from .tail import Piece, Pieces
-
-
-@dataclass(slots=True)
-class _Track:
-    """A request's KV in one group of layers."""
-
-    group: int
-    blocks: list[int] = field(default_factory=list)
-    saved: int = 0
-    """Chunks that are stored, were planned to be, or cannot be any more."""
-    tail_saved: bool = False
-    """The tail of the prompt is, too, or there is none."""
-
-
-@dataclass(slots=True)
-class _State:
-    request: Request
-    owner: Owner
-    tracks: tuple[_Track, ...]
-    due: float = 0
-    """Nothing is to be saved in a step after which there are fewer tokens."""
-    computed: int = 0
-    """Tokens whose KV is certain to be there once the steps so far have been computed."""
-    offered: Hit = NOTHING
-    """The answer when it was last asked what could be loaded."""
-    begun: int = 0
-    """Tokens that were there locally when it was last asked what could be loaded."""
-    loading: bool = False
-    failed: bool = False
-    """Something did not come that was said to be there: it computes itself, instead of trying again for ever."""
-    sealed: bool = False
-    """The request began before a reset: its KV is not loaded or saved any more."""
+from .saving import Naming, Saves, State, Track
+from .tail import Piece
 
 
 class Planner:
@@ -65,25 +32,19 @@ class Planner:
         """
         self.groups = tuple(groups)
         self.chunk_tokens = max(group.chunk_tokens for group in groups)
-        self.pieces = tuple(
-            Pieces(
-                chunk_tokens=group.chunk_tokens, block_tokens=group.block_tokens, hash_tokens=hash_tokens, keep=tails
-            )
-            for group in groups
-        )
+        self._naming = Naming(groups, hash_tokens=hash_tokens, tails=tails)
+        self.pieces = self._naming.pieces
         self._unit = lcm(hash_tokens, *(group.block_tokens for group in groups))
         """Prefixes that are loaded are multiples of it."""
         self._save_anything = save
-        self._hash_tokens = hash_tokens
         self._save_generated = save_generated
-        self._states: dict[str, _State] = {}
+        self._states: dict[str, State] = {}
         self._loads: list[Move] = []
-        self._ended: list[Move] = []
         self._cancelled: list[str] = []
-        self._numbers = 0
+        self._numbers = count(1)
         self._given: list[Sequence[int]] = []
         self._uncertain = self._uncertain_steps = 0
-        self._reads = Reads()
+        self._saves = Saves(self._naming, self._numbers, save_generated=save_generated)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -91,8 +52,8 @@ class Planner:
         """A request has come, of which the engine has `local` tokens itself. Twice is fine."""
         state = self._states.get(request.request_id)
         if state is None:
-            tracks = tuple(_Track(group) for group in range(len(self.groups)))
-            state = self._states[request.request_id] = _State(request, owner, tracks)
+            tracks = tuple(Track(group) for group in range(len(self.groups)))
+            state = self._states[request.request_id] = State(request, owner, tracks)
         state.begun = local
 
     def end(self, request: str, blocks: Sequence[Sequence[int]] = ()) -> tuple[Move, ...]:
@@ -108,19 +69,18 @@ class Planner:
             # Also if the worker has not heard of the load yet: the engine waits to be told that it is over.
             self._cancelled.append(request)
             return ()
-        if not self._saves(state) or not (self._save_generated or self._uncertain):
+        if not self._is_saved(state) or not (self._save_generated or self._uncertain):
             return ()
-        moves = (self._save_end(state, track, table) for track, table in zip(state.tracks, blocks, strict=False))
-        return tuple(move for move in moves if move is not None)
+        return self._saves.at_end(state, blocks)
 
     def chunks(self, request: str) -> tuple[Chunks, ...]:
         """By group, every chunk of a request that has a name by now."""
         state = self._states[request]
-        return tuple(self._named(state, group, 0, count) for group, count in enumerate(self.named(request)))
+        return tuple(self._naming.named(state, group, 0, count) for group, count in enumerate(self.named(request)))
 
     def named(self, request: str) -> tuple[int, ...]:
         """The number of these chunks, by group."""
-        tokens = len(self._states[request].request.block_hashes) * self._hash_tokens
+        tokens = len(self._states[request].request.block_hashes) * self._naming.hash_tokens
         return tuple(tokens // group.chunk_tokens for group in self.groups)
 
     def hashes(self, request: str) -> tuple[bytes, ...]:
@@ -196,7 +156,7 @@ class Planner:
         state.computed = 0
         return moves
 
-    def _move_in(self, state: _State, track: _Track, table: Sequence[int], offer: Offer, end: int) -> Move:
+    def _move_in(self, state: State, track: Track, table: Sequence[int], offer: Offer, end: int) -> Move:
         """Load one group's KV of the tokens up to `end` that are attended to behind it. Empty, if there are none."""
         group = self.groups[track.group]
         size, step = group.block_tokens, group.chunk_tokens
@@ -209,7 +169,7 @@ class Planner:
         )
         if begin >= end or not (first < last or pieces):
             return Move(
-                self._number(), state.request.request_id, Chunks(state.owner, first, (), (), track.group), 0, ()
+                next(self._numbers), state.request.request_id, Chunks(state.owner, first, (), (), track.group), 0, ()
             )
         starts = first * step if first < last else pieces[0].start
         ends = pieces[-1].end if pieces else last * step
@@ -217,8 +177,8 @@ class Planner:
         if not group.full:
             into = tuple(-1 if block == NULL else block for block in into)
         into = (-1,) * ((begin - starts) // size) + into + (-1,) * ((ends - end) // size)
-        chunks = self._named(state, track.group, first, last)._replace(pieces=pieces)
-        return Move(self._number(), state.request.request_id, chunks, starts // size, into)
+        chunks = self._naming.named(state, track.group, first, last)._replace(pieces=pieces)
+        return Move(next(self._numbers), state.request.request_id, chunks, starts // size, into)
 
     def give(self, request: str, blocks: Sequence[Sequence[int]]) -> None:
         """The engine has given a request blocks for KV that is not loaded here. Another connector may write to them in
@@ -226,7 +186,7 @@ class Planner:
         state = self._states.get(request)
         if state is not None:
             state.computed = 0
-        if self._reads:
+        if self._saves.reads:
             local = self._local(request)
             for group, table in zip(self.groups, blocks, strict=True):
                 self._given.append(table[local // group.block_tokens :])
@@ -251,7 +211,7 @@ class Planner:
                     track.saved, track.tail_saved = 0, False
             if name in names:
                 state.failed = True
-        self._drop(lambda save: everything or save.request in names)
+        self._saves.drop(lambda save: everything or save.request in names)
 
     def ascertain(self, number: int, *, failed: bool) -> None:
         """The step of this `Step.uncertain` is over. failed: not all came that another connector loaded."""
@@ -264,7 +224,7 @@ class Planner:
         """Keep nothing any more of the KV of all known requests: it is older than a reset, or may be wrong."""
         for state in self._states.values():
             state.sealed = True
-        self._drop(lambda save: True)
+        self._saves.drop(lambda save: True)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -280,33 +240,37 @@ class Planner:
         saves: list[Move] = []
         touched: list[Chunks] = []
         fence: set[int] = set()
+        reads = self._saves.reads
         for blocks in (*(load.blocks for load in self._loads), *self._given, written):
-            self._reads.find(blocks, fence)
+            reads.find(blocks, fence)
         uncertain = 0
         if awaits_loads and self._others_load(scheduled):
             self._uncertain_steps += 1
             uncertain = self._uncertain = self._uncertain_steps
         for one in scheduled:
-            if self._reads and one.blocks:
+            if reads and one.blocks:
                 for group, table in zip(self.groups, one.blocks, strict=True):
                     # What is there already is not written to.
-                    self._reads.find(table[one.computed // group.block_tokens :] if one.fresh else table, fence)
+                    reads.find(table[one.computed // group.block_tokens :] if one.fresh else table, fence)
             state = self._states.get(one.request)
             if state is None:  # nothing of it is kept
                 continue
             if one.fresh:
                 for track, table in zip(state.tracks, one.blocks, strict=True):
                     track.blocks = list(table)
-                    touched.append(self._prompt(state, track))
+                    touched.append(self._naming.prompt(state, track))
             elif one.blocks:
                 for track, table in zip(state.tracks, one.blocks, strict=True):
                     track.blocks.extend(table)
             state.computed = one.after
-            if one.after >= state.due and self._saves(state) and not self._uncertain:
-                state.due = min([self._save(state, track, one, saves) for track in state.tracks])
+            if one.after >= state.due and self._is_saved(state) and not self._uncertain:
+                saves += self._saves.due(state, one)
         for boundary in boundaries:
-            self._save_state(boundary, saves)
-        ended = self._unneeded(fence)
+            state = self._states.get(boundary.request)
+            if state is not None and self._is_saved(state) and not self._uncertain:
+                move = self._saves.at_boundary(state, boundary)
+                saves += [] if move is None else [move]
+        ended = self._saves.take_ended(fence, now=not self._uncertain)
         chains = tuple(chunks for chunks in touched if chunks.digests or chunks.pieces)
         step = Step(
             tuple(self._loads), tuple(saves), ended, chains, tuple(sorted(fence)), tuple(self._cancelled), uncertain
@@ -316,8 +280,7 @@ class Planner:
 
     def done(self, saves: Iterable[int]) -> None:
         """These saves read nothing more."""
-        for number in saves:
-            self._reads.end(number)
+        self._saves.done(saves)
 
     def request(self, name: str) -> Request | None:
         """The engine's own, while it is there."""
@@ -327,20 +290,16 @@ class Planner:
     @property
     def owes(self) -> bool:
         """The next step has something to save of requests that are over."""
-        return bool(self._ended)
+        return bool(self._saves.ended)
 
     @property
     def reading(self) -> Mapping[int, tuple[int, ...]]:
         """The blocks that are being read, by save."""
-        return self._reads.blocks
+        return self._saves.reads.blocks
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _number(self) -> int:
-        self._numbers += 1
-        return self._numbers
-
-    def _saves(self, state: _State) -> bool:
+    def _is_saved(self, state: State) -> bool:
         return self._save_anything and not state.sealed
 
     def _local(self, request: str) -> int:
@@ -354,131 +313,3 @@ class Planner:
         return any(
             one.fresh and one.request not in ours and one.computed > self._local(one.request) for one in scheduled
         )
-
-    def _unneeded(self, fence: set[int]) -> tuple[Move, ...]:
-        """The saves of requests that are over, but for those that this step would wait for: these are left out."""
-        self._drop(lambda save: save.number in fence)
-        fence.intersection_update(self._reads.blocks)
-        if self._uncertain:
-            return ()
-        ended, self._ended = self._ended, []
-        return tuple(ended)
-
-    def _drop(self, unwanted: Callable[[Move], bool]) -> None:
-        """Leave out saves of requests that are over, before any worker knows of them."""
-        self.done([save.number for save in self._ended if unwanted(save)])
-        self._ended = [save for save in self._ended if save.number in self._reads.blocks]
-
-    def _complete(self, state: _State, group: int, tokens: int) -> int:
-        """Whole chunks within `tokens` that have a name."""
-        return min(tokens, len(state.request.block_hashes) * self._hash_tokens) // self.groups[group].chunk_tokens
-
-    def _named(self, state: _State, group: int, first: int, last: int) -> Chunks:
-        step = self.groups[group].chunk_tokens // self._hash_tokens
-        last_hashes = state.request.block_hashes[(first + 1) * step - 1 : last * step : step]
-        return Chunks(state.owner, first, tuple(map(bytes, last_hashes)), (), group)
-
-    def _prompt(self, state: _State, track: _Track) -> Chunks:
-        """A request's prompt, as it is kept: all of it, or the part that is attended to behind it."""
-        tokens = state.request.num_prompt_tokens
-        last = self._complete(state, track.group, tokens)
-        group = self.groups[track.group]
-        first = min(last, group.first(last * group.chunk_tokens if group.state else tokens) // group.chunk_tokens)
-        return self._named(state, track.group, first, last)._replace(pieces=self._tail(state, track, last, tokens))
-
-    def _tail(self, state: _State, track: _Track, number: int, tokens: int) -> tuple[Piece, ...]:
-        """The pieces that keep the first `tokens` tokens behind their `number` whole chunks."""
-        pieces = self.pieces[track.group].of(state.request.block_hashes, number)
-        there = [piece for piece in pieces if piece.end <= tokens]
-        return tuple(leading(there, number * self.groups[track.group].chunk_tokens))
-
-    def _due(self, state: _State, track: _Track) -> float:
-        """Tokens after which there is KV that is not saved, if they are computed. States are saved when they are
-        named."""
-        if self.groups[track.group].state:
-            return inf
-        prompt, whole = state.request.num_prompt_tokens, (track.saved + 1) * self.groups[track.group].chunk_tokens
-        if not self._save_generated and whole > prompt:
-            return inf if track.tail_saved else prompt
-        return whole if track.tail_saved else min(whole, prompt)
-
-    def _save(self, state: _State, track: _Track, one: Scheduled, saves: list[Move]) -> float:
-        """Save what is due of a group. Returns after how many tokens something is due again."""
-        if one.after < self._due(state, track):
-            return self._due(state, track)
-        prompt, group = state.request.num_prompt_tokens, self.groups[track.group]
-        tokens = min(one.after, len(track.blocks) * group.block_tokens)
-        pieces: tuple[Piece, ...] = ()
-        if tokens >= prompt:
-            number = self._complete(state, track.group, prompt)
-            pieces = () if track.tail_saved or track.saved > number else self._tail(state, track, number, prompt)
-            track.tail_saved = True
-        if not self._save_generated:
-            tokens = min(tokens, prompt)
-        last = self._complete(state, track.group, tokens)
-        if pieces and last > pieces[0].start // group.chunk_tokens:
-            pieces = ()  # the chunk is whole by now
-        # The engine keeps what the first token of this step attends to, and may have given up anything before it.
-        move = self._move(state, track, last, pieces, track.blocks, group.first(one.computed) // group.block_tokens)
-        if move is not None:
-            saves.append(move)
-        return self._due(state, track)
-
-    def _save_state(self, boundary: Boundary, saves: list[Move]) -> None:
-        state, group = self._states.get(boundary.request), self.groups[boundary.group]
-        chunk, part = divmod(boundary.tokens, group.block_tokens)
-        if state is None or part or boundary.block == NULL or self._uncertain or not self._saves(state):
-            return
-        tokens = boundary.tokens if self._save_generated else min(boundary.tokens, state.request.num_prompt_tokens)
-        track = state.tracks[boundary.group]
-        if track.saved < chunk <= self._complete(state, boundary.group, tokens):
-            track.saved = chunk
-            saves.append(self._read(state, self._named(state, boundary.group, chunk - 1, chunk), (boundary.block,)))
-
-    def _save_end(self, state: _State, track: _Track, blocks: Sequence[int]) -> Move | None:
-        """Save what a request that is over has computed beyond what is saved, its last whole blocks included."""
-        if self.groups[track.group].state:
-            return None
-        # The last token was chosen, and not computed with.
-        size = self.groups[track.group].block_tokens
-        tokens = min(state.computed, state.request.num_tokens - 1, len(blocks) * size)
-        if not self._save_generated:
-            tokens = min(tokens, state.request.num_prompt_tokens)
-        last = self._complete(state, track.group, tokens)
-        saved = self._prompt(state, track).pieces if track.tail_saved else ()
-        pieces = tuple(piece for piece in self._tail(state, track, last, tokens) if piece not in saved)
-        move = None if track.saved > last else self._move(state, track, last, pieces, blocks, 0)
-        if move is not None:
-            self._ended.append(move)
-        return move
-
-    def _move(
-        self, state: _State, track: _Track, last: int, pieces: tuple[Piece, ...], table: Sequence[int], gone: int
-    ) -> Move | None:
-        """Save a request's chunks up to `last`, and pieces behind them, as far as the engine still has them.
-
-        table: its blocks, of which the first `gone` ones may have been given up.
-        """
-        group = self.groups[track.group]
-        size, step = group.block_tokens, group.chunk_tokens
-        first, track.saved = min(track.saved, last), max(track.saved, last)
-        ends = pieces[-1].end if pieces else last * step
-        if not group.full:
-            while gone < ends // size and table[gone] == NULL:
-                gone += 1
-            first = max(first, -(-gone * size // step))
-            pieces = pieces if pieces and pieces[0].start >= gone * size else ()
-            ends = pieces[-1].end if pieces else last * step
-        if not (first < last or pieces):
-            return None
-        begins = first * step if first < last else pieces[0].start
-        chunks = self._named(state, track.group, min(first, last), last)._replace(pieces=pieces)
-        return self._read(state, chunks, tuple(table[begins // size : ends // size]))
-
-    def _read(self, state: _State, chunks: Chunks, blocks: tuple[int, ...]) -> Move:
-        """A save of these chunks, which reads these blocks until it is done."""
-        group = self.groups[chunks.group]
-        begins = chunks.first * group.chunk_tokens if chunks.digests else chunks.pieces[0].start
-        move = Move(self._number(), state.request.request_id, chunks, begins // group.block_tokens, blocks)
-        self._reads.begin(move)
-        return move
