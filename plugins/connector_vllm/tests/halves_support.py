@@ -21,7 +21,8 @@ from kvloom_connector_vllm.scheduling.messages import Report
 from kvloom_connector_vllm.scheduling.plan import Group, Owner, Scheduled
 from kvloom_connector_vllm.scheduling.planner import Planner
 from kvloom_connector_vllm.scheduling.scheduler import Scheduler
-from kvloom_connector_vllm.worker import Part, Worker
+from kvloom_connector_vllm.transfers import Part
+from kvloom_connector_vllm.worker import Worker
 
 NOBODY = Owner()
 BLOCKS = 24

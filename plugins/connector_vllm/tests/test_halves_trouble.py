@@ -16,7 +16,7 @@ from vllm_fakes import FakeRequest
 
 from kvloom_connector_vllm.scheduling.messages import Report
 from kvloom_connector_vllm.scheduling.plan import Scheduled
-from kvloom_connector_vllm.worker import _MemoryChanges
+from kvloom_connector_vllm.transfers import MemoryChanges
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -261,7 +261,7 @@ def test_the_last_step_is_kept_when_no_other_follows(
 def test_chunks_that_come_and_go_between_two_reports_are_where_they_were_last() -> None:
     chance, held, told = random.Random(0), set[int](), set[int]()
     engine = SimpleNamespace(changes=lambda: each)
-    changes = _MemoryChanges(engine)
+    changes = MemoryChanges(engine)
     for _ in range(500):
         if whole := chance.random() < 0.1:
             held = set()

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple
 from functools import partial
-from threading import Event, Lock
+from threading import Event
 from typing import Any, Literal
 
 import torch
 
-from kvloom import ChunkKey, Engine, Segment, Task, one_line
+from kvloom import one_line
 from kvloom.device import CurrentStreams
 
-from .names import Names
 from .paged.layers import LayerEvents
 from .scheduling.messages import Orders, Report
 from .scheduling.plan import Chunks, Move
+from .transfers import MemoryChanges, Part, Transfer
 
 log = logging.getLogger(__name__)
 
@@ -35,96 +35,6 @@ LATER_SECONDS = 0.005
 """Time after which a step's saves begin if no other step does."""
 COLLECT_SECONDS = 0.02
 """Time after which chunks that left memory by themselves are looked for. After each load and save they are, anyway."""
-
-
-@dataclass(eq=False, slots=True)
-class Part:
-    """KV of one group of layers that has chunks of its own: all of a rank's, or some of its heads."""
-
-    engine: Engine
-    names: Names
-    block_tokens: int
-    memory: Mapping[str, Any] = field(default_factory=dict)
-    """The words of the connector's `where` for the engine's memory; set by `Worker.attach`."""
-
-
-class _Transfer:
-    """A load or save that was ordered, of one part of a group."""
-
-    __slots__ = ("_beginning", "cancelled", "cut_off", "failed", "layers", "move", "over", "part", "segments", "task")
-
-    def __init__(self, move: Move, part: Part) -> None:
-        self.move = move
-        self.part = part
-        self.segments: Sequence[Segment] = ()
-        self.task: Task | None = None
-        """None if it has not begun. Once it is over: if it never did."""
-        self.layers: LayerEvents | None = None
-        """Set for a load during which the step computes."""
-        self.over = Event()
-        self.cancelled = False
-        self.cut_off = False
-        """It was cancelled, and its request still needs it."""
-        self.failed = False
-        """It could not begin."""
-        self._beginning = Lock()
-
-    def begin(self, start: Callable[[], Task]) -> Task | None:
-        """Start it, unless it was cancelled."""
-        with self._beginning:
-            if not self.cancelled:
-                self.task = start()
-            return self.task
-
-    def cancel(self) -> None:
-        """Once this has returned, it does not touch the engine's KV any more."""
-        with self._beginning:
-            self.cancelled = True
-        if self.task is None:
-            self.end()
-        else:
-            self.task.cancel()
-
-    def end(self) -> None:
-        """Nobody waits for it any longer."""
-        if self.layers is not None:
-            self.layers.end()
-        self.over.set()
-
-
-class _MemoryChanges:
-    """Chunks that came into memory and left it, since the scheduler was last told."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._lock = Lock()
-        self._came: dict[ChunkKey, None] = {}
-        self._left: dict[ChunkKey, None] = {}
-        self._whole = False
-
-    def collect(self) -> None:
-        with self._lock:  # the engine gives each change once: two callers must not swap theirs
-            changes = self._engine.changes()
-            if changes.whole:
-                self._whole = True
-                self._came, self._left = {}, {}
-            for key in changes.left:
-                self._came.pop(key, None)
-                self._left[key] = None
-            for key in changes.came:
-                self._left.pop(key, None)
-                self._came[key] = None
-
-    def move_to(self, report: Report, rank: int) -> None:
-        with self._lock:
-            came, left, whole = self._came, self._left, self._whole
-            self._came, self._left, self._whole = {}, {}, False
-        if whole:
-            report.whole.add(rank)
-        if came or whole:
-            report.came[rank] = list(came)
-        if left:
-            report.left[rank] = list(left)
 
 
 class Worker:
@@ -159,10 +69,10 @@ class Worker:
         self._rank = rank
         self._orders: Orders | None = None
         self._calls = ThreadPoolExecutor(1, "kvloom-step")
-        self._changes = _MemoryChanges(self._engine)
+        self._changes = MemoryChanges(self._engine)
         self._collect_due = 0.0
-        self._loads: dict[str, list[_Transfer]] = {}
-        self._saves: dict[int, list[_Transfer]] = {}
+        self._loads: dict[str, list[Transfer]] = {}
+        self._saves: dict[int, list[Transfer]] = {}
         self._next_step = Event()
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -309,9 +219,8 @@ class Worker:
 
     def close(self) -> None:
         """Cancel loads under way, and write what was saved, the last step's KV too. Idempotent."""
-        self._end_step()
         self._end_loads()
-        self._calls.shutdown()
+        self._calls.shutdown()  # waits for saves that have not begun
         with ExitStack() as closed:  # one closes the tiers, and which one depends on the sizes of the groups
             for part in (part for some in self._parts for part in some):
                 closed.callback(part.engine.close)
@@ -328,7 +237,7 @@ class Worker:
                     "a save was cancelled: its blocks are needed, and it was not done after %s s", FENCE_SECONDS
                 )
 
-    def _saved(self, moves: Sequence[Move], orders: Orders) -> list[_Transfer]:
+    def _saved(self, moves: Sequence[Move], orders: Orders) -> list[Transfer]:
         """The step's saves, which have not begun."""
         if not self._asynchronous and orders.failures.get(self._rank, 0) < self._failures:
             # Planned before the scheduler knew that some KV had not come: what was computed may be wrong.
@@ -338,10 +247,10 @@ class Worker:
         self._saves |= saves
         return [save for its in saves.values() for save in its]
 
-    def _transfers(self, move: Move) -> list[_Transfer]:
-        return [_Transfer(move, part) for part in self._parts[move.chunks.group]]
+    def _transfers(self, move: Move) -> list[Transfer]:
+        return [Transfer(move, part) for part in self._parts[move.chunks.group]]
 
-    def _saving(self) -> Iterator[_Transfer]:
+    def _saving(self) -> Iterator[Transfer]:
         return (save for saves in self._saves.values() for save in saves if not save.over.is_set())
 
     def _end_awaited(self) -> None:
@@ -364,18 +273,18 @@ class Worker:
         self._next_step = Event()
 
     def _begun_later(
-        self, next_step: Event, touched: Sequence[Chunks], saves: Sequence[_Transfer], streams: CurrentStreams
+        self, next_step: Event, touched: Sequence[Chunks], saves: Sequence[Transfer], streams: CurrentStreams
     ) -> None:
         next_step.wait(LATER_SECONDS)
         self._touch(touched)
         self._begun("save", saves, streams)
 
-    def _begin(self, verb: Literal["load", "save"], transfers: Sequence[_Transfer]) -> None:
+    def _begin(self, verb: Literal["load", "save"], transfers: Sequence[Transfer]) -> None:
         """Have them begin, in the order of these calls, and not before what this thread has queued on a device."""
         if transfers:
             self._calls.submit(self._begun, verb, transfers, CurrentStreams())
 
-    def _begun(self, verb: Literal["load", "save"], transfers: Sequence[_Transfer], streams: CurrentStreams) -> None:
+    def _begun(self, verb: Literal["load", "save"], transfers: Sequence[Transfer], streams: CurrentStreams) -> None:
         for transfer in transfers:
             move, part, task = transfer.move, transfer.part, None
             try:
@@ -395,7 +304,7 @@ class Worker:
             else:
                 task.when_done(partial(self._over, transfer))
 
-    def _over(self, transfer: _Transfer) -> None:
+    def _over(self, transfer: Transfer) -> None:
         if transfer.layers is not None:
             transfer.layers.end()
         self._collect()  # first: the scheduler does not ask again for what it was told to be saved
@@ -415,9 +324,9 @@ class Worker:
         except Exception as error:
             log.warning("the use of chunks could not be noted: %s", one_line(error))
 
-    def _loaded(self, request: str, loads: Sequence[_Transfer]) -> None:
+    def _loaded(self, request: str, loads: Sequence[Transfer]) -> None:
         """Record the blocks of a request that did not get their KV, if it still wants it."""
-        missing = set[int]().union(*map(self._missing, loads))
+        missing = set[int]().union(*(load.missing() for load in loads))
         if missing:
             self._failures += 1
             self._report.failed.add(request)
@@ -426,29 +335,7 @@ class Worker:
             else:
                 self._failed_blocks |= missing
 
-    def _missing(self, load: _Transfer) -> set[int]:
-        move, mask = load.move, None
-        if load.cut_off:
-            return set(move.blocks) - {-1}
-        if load.cancelled or (load.task is None and not load.failed):
-            return set()
-        try:
-            mask = None if load.task is None else load.task.result().tolist()
-        except Exception as error:  # whatever it was, the engine computes these blocks itself
-            log.warning("a load for request %s failed: %s", one_line(move.request), one_line(error))
-        if load.layers is not None and load.layers.skipped is not None:
-            log.error("layer %d was computed without a wait for its KV; set by_layer to false", load.layers.skipped)
-            mask = None
-        if mask is None:
-            return set(move.blocks) - {-1}
-        tokens, missing = load.part.block_tokens, set[int]()
-        for segment, here in zip(load.segments, mask, strict=True):
-            if not here:
-                begin, end = segment.start // tokens, segment.end // tokens
-                missing.update(move.blocks[begin - move.first_block : end - move.first_block])
-        return missing - {-1}
-
-    def _end_of(self, number: int, saves: Sequence[_Transfer]) -> None:
+    def _end_of(self, number: int, saves: Sequence[Transfer]) -> None:
         for save in saves:
             try:
                 if save.task is not None:

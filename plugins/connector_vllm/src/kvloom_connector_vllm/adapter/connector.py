@@ -32,7 +32,8 @@ from ..scheduling.messages import Orders, Report
 from ..scheduling.plan import Boundary, Owner, Scheduled
 from ..scheduling.planner import Planner
 from ..scheduling.scheduler import MEMORY, Scheduler, patience_of
-from ..worker import Part, Worker
+from ..transfers import Part
+from ..worker import Worker
 from . import platform
 from .events import events_of
 from .metrics import PromMetrics, Stats
