@@ -13,7 +13,8 @@ import torch
 
 from kvloom import ByteSize, Chunk, ChunkKey, KVSpec, Segment
 from kvloom_connector_vllm import native
-from kvloom_connector_vllm.paged.blocks import VLLMBlobConnector, VLLMConnector
+from kvloom_connector_vllm.paged.blobs import VLLMBlobConnector
+from kvloom_connector_vllm.paged.blocks import VLLMConnector
 from kvloom_connector_vllm.paged.layers import LayerEvents
 from kvloom_connector_vllm.paged.settings import Geometry, VLLMConfig
 from kvloom_testkit import ConnectorConformance, ConnectorHarness, EngineMemory

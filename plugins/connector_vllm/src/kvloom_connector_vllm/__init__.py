@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .adapter.platform import check_version as check_version
     from .identity import identify as identify
     from .identity import layer_spec as layer_spec
-    from .paged.blocks import VLLMBlobConnector as VLLMBlobConnector
+    from .paged.blobs import VLLMBlobConnector as VLLMBlobConnector
     from .paged.settings import Geometry as Geometry
     from .paged.settings import VLLMConfig as VLLMConfig
     from .paged.views import pages_of as pages_of
@@ -25,7 +25,7 @@ _HOME = {
     "Geometry": "paged.settings",
     "PromMetrics": "adapter.metrics",
     "Stats": "adapter.metrics",
-    "VLLMBlobConnector": "paged.blocks",
+    "VLLMBlobConnector": "paged.blobs",
     "VLLMConfig": "paged.settings",
     "about_model": "adapter.platform",
     "check_version": "adapter.platform",
@@ -44,7 +44,7 @@ def kvloom_gpu_connectors() -> Mapping[str, tuple[str, str]]:
     paged, offload = f"{__name__}.paged", f"{__name__}.offload"
     return {
         "vllm": (f"{paged}.blocks:VLLMConnector", f"{paged}.settings:VLLMConfig"),
-        "vllm_blob": (f"{paged}.blocks:VLLMBlobConnector", f"{paged}.settings:VLLMBlobConfig"),
+        "vllm_blob": (f"{paged}.blobs:VLLMBlobConnector", f"{paged}.settings:VLLMBlobConfig"),
         "vllm_offload": (f"{offload}.pages:OffloadPagesConnector", f"{offload}.settings:OffloadPagesConfig"),
         "nested_tuple": (f"{paged}.nested_tuple:NestedTupleConnector", f"{paged}.settings:NestedTupleConfig"),
         "paged": (f"{paged}.connector:PagedConnector", f"{paged}.settings:PagedConfig"),

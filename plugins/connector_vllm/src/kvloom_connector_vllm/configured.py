@@ -11,7 +11,8 @@ from kvloom import ConfigError, EngineConfig, MemoryFormat, Registry, check_conf
 
 from .identity import Identity
 from .offload.setup import OffloadSettings
-from .paged.blocks import VLLMBlobConnector, VLLMConnector
+from .paged.blobs import VLLMBlobConnector
+from .paged.blocks import VLLMConnector
 from .paged.settings import Geometry
 from .scheduling.plan import Group
 

@@ -1,4 +1,4 @@
-"""`type: vllm` and `vllm_blob`: whole blocks of an engine's paged KV as chunks, byte for byte or as K and V."""
+"""`type: vllm`: whole blocks of an engine's paged KV as chunks, byte for byte."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .. import native
 from .bounce import BounceBuffers, Near, mark
 from .layers import LayerEvents
 from .move import Move
-from .settings import VLLMBlobConfig, VLLMConfig
+from .settings import VLLMConfig
 from .slots import Slots
 from .table import PageTable
 
@@ -42,7 +42,7 @@ class VLLMConnector(GPUConnector):
         if config.geometry is None:
             raise ValueError(f"{self.type!r} is opened by vLLM: start it with --kv-transfer-config (docs/use/vllm.md)")
         self._geometry = config.geometry
-        self._known_pages: _Pages | None = None
+        self._known_pages: Pages | None = None
         self._of_device: dict[torch.device, BounceBuffers | None] = {}
 
     @property
@@ -139,20 +139,20 @@ class VLLMConnector(GPUConnector):
         return None
 
     def _write_layers(
-        self, buffers: BounceBuffers, its: _Pages, chosen: _Chosen, tensors: Sequence[torch.Tensor],
+        self, buffers: BounceBuffers, its: Pages, chosen: Chosen, tensors: Sequence[torch.Tensor],
         events: LayerEvents, ready: Any, how: Mapping[str, Any],
     ) -> Fence:  # fmt: skip
         near = self._near(buffers.device, its, chosen, tensors, True, how, by_layer=True)
         layers = (([self._layer(one, layer) for one in tensors], near(layer)) for layer in range(len(its.views)))
         return buffers.write_layers(tensors, layers, partial(events.there, buffers.device), ready)
 
-    def _pages_of(self, pages: Sequence[torch.Tensor]) -> _Pages:
+    def _pages_of(self, pages: Sequence[torch.Tensor]) -> Pages:
         """The pages as numbers; those of a tuple, which is what an engine's connector passes, are worked out once."""
         known = self._known_pages
         if known is not None and known.views is pages and known.places == _places(pages):
             return known
         elements = self._geometry.page_elements + self._geometry.surrounding_elements
-        found = _Pages.of(pages, elements, None if self.spec is None else self.spec.torch_dtype)
+        found = Pages.of(pages, elements, None if self.spec is None else self.spec.torch_dtype)
         if isinstance(pages, tuple):
             self._known_pages = found
         return found
@@ -172,7 +172,7 @@ class VLLMConnector(GPUConnector):
         return self._of_device.setdefault(where, None if device is None else BounceBuffers(device, self.config.staging))
 
     def _near(
-        self, device: Device, its: _Pages, chosen: _Chosen, tensors: Sequence[torch.Tensor], to_pages: bool,
+        self, device: Device, its: Pages, chosen: Chosen, tensors: Sequence[torch.Tensor], to_pages: bool,
         how: Mapping[str, Any], *, by_layer: bool = False,
     ) -> Callable[..., Near]:  # fmt: skip
         """Between the pages and buffers on their device, of the chunks from a number on. All tables are made here.
@@ -203,7 +203,7 @@ class VLLMConnector(GPUConnector):
         return by_native
 
     def _moves(
-        self, its: _Pages, chosen: _Chosen, tensors: Sequence[torch.Tensor], *, to_pages: bool, how: Mapping[str, Any],
+        self, its: Pages, chosen: Chosen, tensors: Sequence[torch.Tensor], *, to_pages: bool, how: Mapping[str, Any],
         by_layer: bool = False,
     ) -> Iterator[Callable[[], object]]:  # fmt: skip
         """Between pages and tensors, in host memory: one call, which moves everything, or one for each layer."""
@@ -240,7 +240,7 @@ class VLLMConnector(GPUConnector):
                 else:
                     self._take(view, here, tensor, layer, **how)
 
-    def _alike(self, its: _Pages, tensors: Sequence[torch.Tensor]) -> bool:
+    def _alike(self, its: Pages, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether they are whole pages of one dtype, so that native code can copy them."""
         return not its.problem and all(tensor.dtype == its.dtype for tensor in tensors)
 
@@ -248,7 +248,7 @@ class VLLMConnector(GPUConnector):
         """Return whether a layer of a chunk is."""
         return tensor.stride()[1:] == (self._geometry.page_elements, 1)
 
-    def _table(self, its: _Pages, chosen: _Chosen) -> tuple[PageTable, Slots, Slots]:
+    def _table(self, its: Pages, chosen: Chosen) -> tuple[PageTable, Slots, Slots]:
         """A block as a slot of one token: the pages, the slots of all chunks, and how many each has."""
         width = self._geometry.page_elements * its.dtype.itemsize
         table = PageTable(its.rows, 1, len(its.rows), 1, width, its.count, 1, its.device)
@@ -281,7 +281,7 @@ class VLLMConnector(GPUConnector):
         """Rows, as `_rows` gives them, into one layer's pages."""
         view.index_copy_(0, ids, rows)
 
-    def _chosen(self, segments: Sequence[Segment], blocks: Sequence[int], first_block: int, its: _Pages) -> _Chosen:
+    def _chosen(self, segments: Sequence[Segment], blocks: Sequence[int], first_block: int, its: Pages) -> Chosen:
         """The blocks of segments, in order. ValueError for one that there is not."""
         spans = np.array([(segment.start, segment.end) for segment in segments], dtype=np.int64)
         begin, end = (spans // self._geometry.block_tokens - first_block).T
@@ -298,10 +298,10 @@ class VLLMConnector(GPUConnector):
         least, most = int(ids.min()), int(ids.max())
         if most >= its.count or least < -1:
             raise ValueError(f"blocks: there is no block {most if most >= its.count else least}")
-        return _Chosen(ids, counts)
+        return Chosen(ids, counts)
 
 
-class _Chosen(NamedTuple):
+class Chosen(NamedTuple):
     """The blocks of chunks."""
 
     ids: Slots
@@ -314,7 +314,7 @@ class _Chosen(NamedTuple):
         return [part.tolist() for part in np.split(self.ids, np.cumsum(self.counts)[:-1])]
 
 
-class _Pages(NamedTuple):
+class Pages(NamedTuple):
     """An engine's pages as numbers."""
 
     views: Sequence[torch.Tensor]
@@ -330,7 +330,7 @@ class _Pages(NamedTuple):
     """The reason why they are not pages of the model, in one piece each, on one device; empty if they are."""
 
     @classmethod
-    def of(cls, pages: Sequence[torch.Tensor], elements: int, dtype: torch.dtype | None) -> _Pages:
+    def of(cls, pages: Sequence[torch.Tensor], elements: int, dtype: torch.dtype | None) -> Pages:
         first, problem, rows = pages[0], "", []
         for number, view in enumerate(pages):
             if view.layout != torch.strided or view.dim() != 2:
@@ -353,128 +353,3 @@ class _Pages(NamedTuple):
 def _places(pages: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     """Address and number of elements of each."""
     return [(view.data_ptr(), view.numel()) for view in pages]
-
-
-class VLLMBlobConnector(VLLMConnector):
-    """K and V of whole blocks (KV_BLOB), for engines whose pages are known inside out: codecs can work on it.
-
-    `where`, besides that of `vllm`: `order`, int64 `[page_elements]` on the pages' device: where in a page the element
-    is that comes next in the order (plane, token, head, element of the head); each place once. If the geometry has
-    `surrounding_elements`, these are some of a page's heads, and the others are left alone.
-    """
-
-    type = "vllm_blob"
-    format = MemoryFormat.KV_BLOB
-    Config = VLLMBlobConfig
-    _words = VLLMConnector._words | {"order"}
-
-    def __init__(self, config: VLLMConfig, spec: Any = None) -> None:
-        super().__init__(config, spec)
-        self._known: _Order | None = None
-
-    def shape(self, num_tokens: int) -> tuple[int, ...]:
-        assert self.spec is not None
-        self._whole_blocks(num_tokens)
-        return self.spec.blob_shape(num_tokens)
-
-    def check(self, where: Mapping[str, Any], num_tokens: int) -> None:
-        super().check(where, num_tokens)
-        order, elements = where.get("order"), self._geometry.page_elements
-        if not isinstance(order, torch.Tensor) or order.dtype != torch.int64 or tuple(order.shape) != (elements,):
-            raise ValueError(f"order: expected an int64 tensor [{elements}]")
-        if not self._about(order).each_once:
-            raise ValueError("order: expected places of a page, none of them twice")
-
-    def _alike(self, its: _Pages, tensors: Sequence[torch.Tensor], *, order: torch.Tensor) -> bool:  # type: ignore[override]
-        return super()._alike(its, tensors) and self._about(order).strides is not None
-
-    def _in_one_piece(self, tensor: torch.Tensor) -> bool:
-        return tensor[0, 0].is_contiguous()
-
-    def _table(  # type: ignore[override]
-        self, its: _Pages, chosen: _Chosen, *, order: torch.Tensor
-    ) -> tuple[PageTable, Slots, Slots]:
-        """The tokens of all layers, by the strides of a page."""
-        assert self.spec is not None
-        strides, size, step = self._about(order).strides, its.dtype.itemsize, self._geometry.block_tokens
-        assert strides is not None
-        ids = chosen.ids
-        slots = np.where(ids[:, None] < 0, -1, ids[:, None] * step + np.arange(step)).reshape(-1)
-        first, plane, token, head = (number * size for number in strides)
-        heads, head_bytes = self.spec.num_kv_heads, self.spec.head_size * size
-        if head == head_bytes:  # they lie side by side
-            heads, head_bytes = 1, heads * head_bytes
-        planes, layers = self.spec.kv_planes, len(its.rows)
-        rows = np.tile(its.rows, (planes, 1))
-        rows[:, 0] += first + np.repeat(np.arange(planes) * plane, layers)
-        rows[:, 2], rows[:, 3] = token, head
-        table = PageTable(rows, planes, layers, heads, head_bytes, its.count, step, its.device)
-        return table, slots, chosen.counts * step
-
-    def _by_plane(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def _layer(self, tensor: torch.Tensor, layer: int) -> torch.Tensor:
-        return tensor[:, layer : layer + 1]
-
-    def _take(  # type: ignore[override]
-        self, view: torch.Tensor, ids: torch.Tensor, into: torch.Tensor, layer: int, *, order: torch.Tensor
-    ) -> None:
-        planes, _, _, hidden = into.shape
-        rows = view.index_select(0, ids).index_select(1, order)
-        ordered = rows.view(len(ids), planes, self._geometry.block_tokens, hidden).transpose(0, 1)
-        into[:, layer].view(ordered.shape).copy_(ordered)
-
-    def _rows(self, chunk: torch.Tensor, layer: int) -> torch.Tensor:
-        planes, _, tokens, hidden = chunk.shape
-        step = self._geometry.block_tokens
-        return chunk[:, layer].view(planes, tokens // step, step, hidden).transpose(0, 1).reshape(tokens // step, -1)
-
-    def _put(  # type: ignore[override]
-        self, view: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor, *, order: torch.Tensor
-    ) -> None:
-        if self._geometry.surrounding_elements:
-            view.index_put_((ids[:, None], order), rows)
-        else:
-            view.index_copy_(0, ids, rows.index_select(1, self._about(order).inverse))
-
-    def _about(self, order: torch.Tensor) -> _Order:
-        """The order as numbers, worked out once."""
-        version = 0 if order.is_inference() else order._version
-        known = self._known
-        if known is None or known.order is not order or known.version != version:
-            assert self.spec is not None
-            places, inverse = torch.sort(order)
-            most = self._geometry.page_elements + self._geometry.surrounding_elements
-            # As many different ones as a whole page has are all of them.
-            each_once = bool(places[0] >= 0) and bool(places[-1] < most) and bool((places[1:] > places[:-1]).all())
-            shape = (self.spec.kv_planes, self._geometry.block_tokens, self.spec.num_kv_heads, self.spec.head_size)
-            known = self._known = _Order(
-                order, version, each_once, inverse, _strides(order.cpu().numpy().reshape(shape)) if each_once else None
-            )  # fmt: skip
-        return known
-
-
-class _Order(NamedTuple):
-    """An order of elements in a page."""
-
-    order: torch.Tensor
-    version: int
-    each_once: bool
-    inverse: torch.Tensor
-    """The place in the order of each element of a page, if it is a whole one."""
-    strides: tuple[int, int, int, int] | None
-    """The first place, and how far planes, tokens and heads are apart, in elements; None if they are not so placed, or
-    the elements of a head do not follow each other."""
-
-
-def _strides(places: np.ndarray[Any, Any]) -> tuple[int, int, int, int] | None:
-    """places: `[planes, tokens, heads, elements]`."""
-    first = int(places[0, 0, 0, 0])
-    plane, token, head = (
-        int(places[tuple(int(axis == which) for axis in range(4))]) - first if places.shape[which] > 1 else 0
-        for which in range(3)
-    )
-    planes, tokens, heads, elements = np.ogrid[tuple(map(slice, places.shape))]
-    same = (places == first + planes * plane + tokens * token + heads * head + elements).all()
-    return (first, plane, token, head) if same else None
