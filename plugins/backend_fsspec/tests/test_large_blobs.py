@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import pytest
 
 from kvloom import BackendError, CorruptBlobError
 from kvloom_backend_fsspec.backend import FsspecBackend
+from kvloom_backend_fsspec.stores import obstore_store
 from kvloom_backend_fsspec.stores.obstore_store import PART_BYTES, ObstoreStore
 from kvloom_testkit.backends.doubles import put_all
 
@@ -83,6 +87,32 @@ def test_nothing_is_written_once_it_has_returned(backend: FsspecBackend) -> None
     left = bytes(room.memory)
     assert backend.get("a") == b"\1" * SIZE
     assert room.memory == left
+
+
+def test_parts_under_way_end_where_another_failed(backend: FsspecBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend.put("a", [b"\1" * SIZE])
+    store, raised = backend._store(), Event()
+    begin = store._begin
+
+    def begin_late(name: str, part: tuple[int, int] | None, tag: str | None = None) -> Any:
+        if part is not None and part[0] == 2 * PART_BYTES:
+            raised.wait(20)
+        return begin(name, part, tag)
+
+    def enough(num_bytes: int) -> None:
+        if num_bytes > PART_BYTES:
+            raise ValueError
+
+    def waits(parts: Any) -> None:
+        raised.set()
+        wait(parts)
+
+    monkeypatch.setattr(store, "_begin", begin_late)
+    monkeypatch.setattr(obstore_store, "wait", waits)
+    room = Room(enough)
+    with pytest.raises(ValueError):
+        backend.get_into("a", room)
+    assert not room.memory[3 * PART_BYTES - 1]
 
 
 @pytest.mark.parametrize("expected_size", [5, SIZE])

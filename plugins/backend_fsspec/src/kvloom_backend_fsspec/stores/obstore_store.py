@@ -96,13 +96,18 @@ class ObstoreStore:
     def _read_rest(self, name: str, tag: str | None, view: memoryview, sink: Sink) -> None:
         """The parts behind the first one, several at once; of the same version, or it raises."""
         starts = range(PART_BYTES, len(view), PART_BYTES)
+        stopped = threading.Event()
+
+        def go_on(_: int) -> None:
+            if stopped.is_set():
+                raise BackendError("another part failed")
 
         def read_part(start: int) -> int:
             part = view[start : start + PART_BYTES]
             found = self._begin(name, (start, start + len(part)), tag)
             if found is None:
                 raise BackendError(f"{name} was deleted while it was read")
-            self._receive(found, part, lambda _: None)
+            self._receive(found, part, go_on)
             return start + len(part)
 
         pool = ThreadPoolExecutor(self._parts, thread_name_prefix="kvloom-parts")
@@ -113,6 +118,7 @@ class ObstoreStore:
                 sink.filled(part.result())
         finally:
             # The memory belongs to the sink: nothing may write to it once this has returned.
+            stopped.set()
             for part in parts:
                 part.cancel()
             wait(parts)
