@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,6 +244,27 @@ def test_writes_to_many_silent_nodes_end_together() -> None:
         texts = [str(outcomes[place]) for place in range(8)]
         assert "was not tried" in texts[-1] and "was not tried" not in texts[0]
         links.close()
+
+
+def test_the_time_of_who_takes_the_answers_is_not_that_of_a_server_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    skipped = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + skipped[0])
+    monkeypatch.setattr("kvloom_backend_redis.exchange.time", clock)
+
+    def answers_once(end: socket.socket) -> None:
+        end.recv(1 << 16)
+        end.sendall(b"+OK\r\n")
+
+    with listening(answers_once) as first, listening(answers_once) as second:
+        links = Links(RedisBackend.Config(url="redis+cluster://localhost"), db=0)
+        spread = Exchange(Spread([Endpoint("127.0.0.1", port) for port in (first, second)]), links)
+        outcomes = []
+        for _, outcome in spread.send([b"0", b"0", b"1"], [[packed(b"SET", b"k", b"")]] * 3, Link.answer):
+            outcomes.append(outcome)
+            skipped[0] += 100
+        links.close()
+    good, lost, other = outcomes
+    assert good == other == b"OK" and isinstance(lost, ConnectionError)
 
 
 class Spread(Topology):

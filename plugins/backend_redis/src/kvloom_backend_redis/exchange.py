@@ -147,7 +147,9 @@ class Exchange:
                         answered += 1
                         detour = self.topology.redirected(value, endpoint) if isinstance(value, ServerError) else None
                         if detour is None:
+                            answered_at = time.monotonic()
                             yield place, value
+                            began += time.monotonic() - answered_at  # that is the caller's time
                         else:
                             moved.append((place, detour))
             except Exception as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -81,7 +80,7 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        _talk()
+        platform.log_as_vllm_does()
         platform.check_version()
         platform.check_prefixes(vllm_config)
         transfer = self._kv_transfer_config
@@ -423,11 +422,3 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             for request, states in blocks.boundary_state_offloads.items():
                 for group, block, tokens in states:
                     yield Boundary(request, ours[group], block, tokens)
-
-
-def _talk() -> None:
-    """kvloom's warnings go where vLLM's do."""
-    ours = logging.getLogger("kvloom_connector_vllm")
-    if not ours.handlers:
-        ours.handlers = logging.getLogger("vllm").handlers[:]
-        ours.setLevel(logging.INFO)

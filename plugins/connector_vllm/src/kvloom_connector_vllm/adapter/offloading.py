@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -63,7 +62,7 @@ class KVLoomOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        talk()
+        platform.log_as_vllm_does()
         platform.check_version()
         self._settings = OffloadSettings.read(self.extra_config)
         self._engine = EngineConfig.load(self._settings.config)
@@ -249,14 +248,6 @@ def forgiving(work: Callable[[], _T], otherwise: _T) -> _T:
     except Exception:
         log.exception("kvloom: taken as a miss")
         return otherwise
-
-
-def talk() -> None:
-    """kvloom's warnings go where vLLM's do."""
-    ours = logging.getLogger("kvloom_connector_vllm")
-    if not ours.handlers:
-        ours.handlers = logging.getLogger("vllm").handlers[:]
-        ours.setLevel(logging.INFO)
 
 
 def _pages(tensor: torch.Tensor, page_bytes: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Any
 
@@ -33,6 +34,14 @@ def _state_layout() -> str:
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
     return "dim first" if is_conv_state_dim_first() else "dim last"
+
+
+def log_as_vllm_does() -> None:
+    """Send this package's log to where vLLM's goes."""
+    ours = logging.getLogger("kvloom_connector_vllm")
+    if not ours.handlers:
+        ours.handlers = logging.getLogger("vllm").handlers[:]
+        ours.setLevel(logging.INFO)
 
 
 def check_version() -> None:

@@ -26,7 +26,7 @@ from ..offload.rows import Done, RowStore
 from ..offload.setup import OffloadSettings, described_from_outside
 from ..offload.tiers import Found, Tiers
 from . import platform
-from .offloading import RESULTS, forgiving, talk
+from .offloading import RESULTS, forgiving
 
 log = init_logger("vllm.kvloom")  # others are not printed
 
@@ -45,7 +45,7 @@ class KVLoomTier(SecondaryTierManager):
         patience: Any = 10.0, locality: str | None = None, backpressure_detector: Any = None,
     ) -> None:  # fmt: skip
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        talk()
+        platform.log_as_vllm_does()
         platform.check_version()
         self.locality = Locality(locality) if locality is not None else None
         settings = OffloadSettings.read({"config": config, "patience": patience})
