@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.runtime import lacks_thread
+from kvloom.runtime import lacks_resource
 from kvloom_backend_fsspec.backend import FsspecBackend
 from kvloom_backend_fsspec.stores.obstore_store import PART_BYTES, ObstoreStore
 
@@ -26,7 +26,7 @@ def test_obstore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> 
     monkeypatch.setattr(threading.Thread, "start", none_left)
     with pytest.raises(Exception, match="start new thread") as caught:
         backend.get("a") if verb == "get" else list(backend.scan())
-    assert lacks_thread(caught.value)
+    assert lacks_resource(caught.value)
 
 
 def test_sftp(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,4 +35,4 @@ def test_sftp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paramiko.SSHClient, "connect", none_left)
     with pytest.raises(Exception, match="start new thread") as caught:
         backend.get("a")
-    assert lacks_thread(caught.value)
+    assert lacks_resource(caught.value)
