@@ -9,10 +9,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from core_support import kv_of, tokens_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvloom import Engine
 from kvloom.memory import Lease, Pool
 from kvloom.memory.extents import Extents
 from kvloom.runtime import SystemRuntime
@@ -263,3 +265,24 @@ def test_half_of_a_pool_may_be_staged() -> None:
     pool.stage(-PAGE)
     assert pool.stage(PAGE)
     pool.close()
+
+
+@pytest.mark.parametrize("in_use", [False, True])
+def test_a_closed_pool_gives_back_memory_that_nobody_uses(in_use: bool) -> None:
+    pool = Pool(2 * PAGE, SystemRuntime())
+    lease = take_a_lease(pool)
+    pool.pages.view[:] = b"\1" * len(pool.pages.view)
+    if not in_use:
+        lease.release()
+    pool.close()
+    assert any(pool.pages.view) == in_use, "memory that has gone back reads as zeros"
+    lease.release()
+
+
+def test_a_closed_engine_gives_its_memory_back(open_engine: Callable[..., Engine]) -> None:
+    engine = open_engine({"type": "memory", "capacity": "1MiB"})
+    engine.store(tokens_of(16), kv=kv_of(16))
+    memory = engine._stack.memory.pool.pages.view
+    assert any(memory)
+    engine.close()
+    assert not any(memory)

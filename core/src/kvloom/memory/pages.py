@@ -97,6 +97,12 @@ class Pages:
         if self._thread is not None:
             self._thread.join(10.0)
 
+    def give_back(self) -> None:
+        """Return the memory to the system once it is closed, if nobody uses it: it reads as zeros from now on."""
+        if self._thread is None or not self._thread.is_alive():
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                self._map.madvise(mmap.MADV_DONTNEED)
+
     def _to_pin(self) -> bool:
         """The next slab is present and can be pinned."""
         count = len(self._pinned)

@@ -432,9 +432,14 @@ class Pool:
             give_back()
 
     def close(self) -> None:
-        """Stop the background thread. Memory still in use stays valid."""
+        """Stop the background thread. Memory still in use stays valid; if there is none, the system gets it back, also
+        as long as the garbage collector has not found what refers to the pool."""
         if self._gone:
             return
         self._collect()
         self.pages.close()
+        with self.lock:
+            unused = self._extents.free_bytes == self.capacity
+        if unused:
+            self.pages.give_back()
         self._grids.clear()
