@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -118,6 +119,31 @@ def test_kv_that_only_moved_is_turned_to_where_it_stands(name: str) -> None:
         NoneExecutor(RatioConfig()),
     )
     assert (done.logits[0] - whole(subject, PROMPT)).abs().max() <= 1e-4
+
+
+class Asking(NoneExecutor):
+    """Keeps what the engine says of the question's attention."""
+
+    def begin(self, request: Any) -> Any:
+        self.attention = request.attention()
+        return super().begin(request)
+
+
+def test_the_questions_attention_is_its_weights_times_the_length_of_v() -> None:
+    subject = copy.deepcopy(model("llama"))  # two heads of Q share each of K and V
+    runner = Runner(subject, spec_of(subject))
+    valid = torch.arange(len(PROMPT)) < len(PROMPT) - 12
+    valid[SEPARATOR] = False
+    executor = Asking(RatioConfig())
+    kv = computed(runner, PROMPT)
+    runner.blend([PROMPT], GivenTask(kv, valid, torch.where(valid, torch.arange(len(PROMPT)), 0)), executor)
+    subject.set_attn_implementation("eager")
+    with torch.inference_mode():
+        weights = torch.stack(subject(PROMPT[None], output_attentions=True).attentions)[:, 0]  # [layers, heads, Q, K]
+    lengths = kv[1].unflatten(2, runner.heads).norm(dim=-1)  # [layers, tokens, heads of V]
+    shared = weights.shape[1] // lengths.shape[2]
+    expected = (weights[:, :, ~valid].sum(2) * lengths.transpose(1, 2).repeat_interleave(shared, 1)).sum((0, 1))
+    assert torch.allclose(executor.attention, expected, rtol=1e-3)
 
 
 @pytest.mark.parametrize("executor", ["cacheblend", "none", "epic", "hybrid", "question_attention"])

@@ -129,9 +129,9 @@ class BlendRequest:
     """Bool `[tokens]`, on CPU: the tokens whose KV equals a prefill's (an exact prefix). None: no token. Such tokens
     need not be selected, and do not count for a share of tokens to compute again."""
     attention: Callable[[], torch.Tensor] | None = None
-    """Returns how much the tokens that are not valid (the question) attend to each token, summed over heads and layers,
-    in a pass that reuses all that was retrieved: float32 `[tokens]`, on CPU. It costs that pass. None where the
-    engine cannot tell."""
+    """Returns how much the tokens that are not valid (the question) attend to each token, times the length (L2 norm) of
+    that token's V in the head, summed over heads and layers, in a pass that reuses all that was retrieved: float32
+    `[tokens]`, on CPU. It costs that pass. None where the engine cannot tell."""
     in_place: bool = False
     """The retrieved KV passed to `blend` belongs to this request, and may be overwritten."""
 

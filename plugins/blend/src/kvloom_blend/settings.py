@@ -60,7 +60,8 @@ class CacheBlendConfig(DeviationConfig):
 
 class HybridConfig(DeviationConfig):
     attention_share: float = Field(default=0.5, ge=0.0, le=1.0)
-    """The part of the budget for tokens that the question attends to; the rest goes to deviation."""
+    """The weight of the question's attention in the geometric mean that tokens are ranked by; the rest is the weight of
+    the deviation. 0 ranks by deviation alone, and costs no pass of the question."""
 
     @model_validator(mode="after")
     def _one_layer(self) -> HybridConfig:

@@ -85,7 +85,7 @@ class CacheBlendExecutor(BudgetedExecutor):
 
 
 class HybridSession(SelectingSession):
-    """Takes one part of the budget by deviation, and the other, among the rest, by what the question attends to."""
+    """Ranks tokens by the weighted geometric mean of their deviation and of the question's attention to them."""
 
     def __init__(self, request: BlendRequest, config: HybridConfig) -> None:
         super().__init__(request)
@@ -100,16 +100,16 @@ class HybridSession(SelectingSession):
         config = self._config
         if layer.number != config.check_layers[0]:
             return self.candidates if layer.number == 0 else None
-        share = config.attention_share if self._attention is not None else 0.0
         scores = deviation(layer, self.candidates, config.metric)
-        chosen = self.largest(scores, config.recompute_ratio * (1 - share))
         if self._attention is not None:
-            chosen |= self.largest(self._attention, config.recompute_ratio * share, among=~chosen)
-        return chosen
+            weight = config.attention_share
+            scores = _log(scores) * (1 - weight) + _log(self._attention) * weight
+        return self.largest(scores, config.recompute_ratio)
 
 
 class HybridExecutor(BudgetedExecutor):
-    """`hybrid`: half by deviation, half by what the question attends to. It costs a pass of the question more."""
+    """`hybrid`: computes the tokens again with the largest product of deviation and the question's attention. It costs
+    a pass of the question more than `cacheblend`."""
 
     type = "hybrid"
     Config = HybridConfig
@@ -120,6 +120,11 @@ class HybridExecutor(BudgetedExecutor):
 
     def begin(self, request: BlendRequest) -> BlendSession:
         return HybridSession(request, cast(HybridConfig, self.config))
+
+
+def _log(scores: torch.Tensor) -> torch.Tensor:
+    """The logarithm, finite for 0 too."""
+    return scores.clamp_min(torch.finfo(scores.dtype).tiny).log()
 
 
 def _mask(places: torch.Tensor, size: int) -> torch.Tensor:

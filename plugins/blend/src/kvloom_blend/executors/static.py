@@ -99,7 +99,8 @@ def offsets_in_passages(request: BlendRequest) -> torch.Tensor:
 
 
 def attention_of(request: BlendRequest, executor: str) -> torch.Tensor:
-    """The attention of the question to each token. ValueError where the engine cannot tell."""
+    """The attention of the question to each token, times the length of its V. ValueError where the engine cannot
+    tell."""
     if request.attention is None:
         raise ValueError(
             f"blend executor {executor!r} needs the question's attention, which this engine does not provide"
@@ -108,9 +109,9 @@ def attention_of(request: BlendRequest, executor: str) -> torch.Tensor:
 
 
 class QuestionAttentionExecutor(BudgetedExecutor):
-    """`question_attention`: computes the tokens again that the question attends to most, in a pass over the retrieved
-    KV (as ProphetKV and A3 do). Alone it fails if the question finds its tokens by information that their retrieved
-    KV lacks."""
+    """`question_attention`: computes the tokens again with the largest attention of the question times length of V, in
+    a pass over the retrieved KV (ProphetKV and A3 select by attention alone). Alone it fails if the question finds its
+    tokens by information that their retrieved KV lacks."""
 
     type = "question_attention"
 

@@ -46,7 +46,7 @@ class Rows:
     """The start of each request, and the end of the last one."""
     device: torch.device
     attention: torch.Tensor | None = None
-    """The sum of each token's attention, float32 `[tokens]`, if it is wanted."""
+    """The sum of each token's attention, times the length of its V: float32 `[tokens]`, if it is wanted."""
     _blocks: dict[tuple[int | None, torch.dtype], list[Block]] = field(default_factory=dict)
 
     def blocks(self, window: int | None, dtype: torch.dtype) -> list[Block]:
@@ -154,10 +154,11 @@ def _plainly(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, *, scaling: float | None, softcap: float | None,
     summed: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Plain attention that returns its weights; float32 inside."""
+    """Plain attention, float32 inside. summed: each token's weights times the length (L2 norm) of its V are added: the
+    part that the token has in the output."""
     groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = (q.float() @ k.float().transpose(2, 3)) * (q.shape[3] ** -0.5 if scaling is None else scaling)
+    k, v = k.float().repeat_interleave(groups, 1), v.float().repeat_interleave(groups, 1)
+    scores = (q.float() @ k.transpose(2, 3)) * (q.shape[3] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = (scores / softcap).tanh() * softcap
     if block.mask is None:
@@ -167,5 +168,5 @@ def _plainly(
         scores = scores + block.mask
     weights = scores.softmax(-1)
     if summed is not None:
-        summed[block.keys] += weights.sum((0, 1, 2))
-    return (weights @ v.float()).to(q.dtype)
+        summed[block.keys] += (weights.sum(2) * v.norm(dim=-1)).sum((0, 1))
+    return (weights @ v).to(q.dtype)

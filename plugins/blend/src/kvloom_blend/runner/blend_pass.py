@@ -55,7 +55,8 @@ class BlendPass:
         self.computed = 0
         """Rows times layers."""
         self.attention = torch.zeros(len(valid), device=device) if watch else None
-        """The attention of the rows to each token, summed over layers, heads and rows; None unless watched."""
+        """The attention of the rows to each token, times the length of its V, summed over layers, heads and rows; None
+        unless watched."""
         self._rows = self._rows_of(self.going)
         self._pending: torch.Tensor | None = None
         """The rows that go on from the next layer, if they were selected in the middle of this one."""
