@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from kvloom_testkit.engines.process import Host
 from kvloom_testkit.engines.running import Row, check
 from kvloom_testkit.engines.subject import Subject
 from kvloom_testkit.mutants import Mutant, Oddity, engines
+from kvloom_testkit.mutants.engines.odd import StoresLater
 from kvloom_testkit.reference.vllm.connector import DirectoryConnector
 from kvloom_testkit.reference.vllm.groups import GroupsConnector
 from kvloom_testkit.reference.vllm.tier import DirectoryTier
@@ -36,10 +38,10 @@ def host() -> Iterator[Host]:
         yield host
 
 
-def rows_of(host: Host, cls: type, *only: str, seconds: float = 60.0) -> list[Row]:
+def rows_of(host: Host, cls: type, *only: str, extra: dict[str, Any] | None = None, **options: float) -> list[Row]:
     """The rows of a connector, or a secondary tier, that keeps its files where the kit says."""
     make = Subject.of_tier if issubclass(cls, DirectoryTier) else Subject.named
-    subject = make(f"{cls.__module__}:{cls.__name__}", extra={"path": "{tmp}"}, seconds=seconds)
+    subject = make(f"{cls.__module__}:{cls.__name__}", extra={"path": "{tmp}", **(extra or {})}, **options)
     bench = Bench(subject, short=True, host=host)
     try:
         return check(bench, only=only)
@@ -53,6 +55,11 @@ def test_a_mutant_is_found_by_its_requirement(host: Host, mutant: type[Mutant]) 
     if (row.id, row.outcome) == ("E29", "skipped"):
         pytest.skip(row.reason)
     assert row.outcome == "not met", row
+
+
+def test_saves_may_take_as_long_as_is_said(host: Host) -> None:
+    (row,) = rows_of(host, StoresLater, "E04", extra={"late": 2.0}, settle=3.0)
+    assert row.outcome == "met", row
 
 
 SKIPPED = {("E29", "skipped"), ("E16", "skipped")}

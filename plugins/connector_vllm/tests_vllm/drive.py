@@ -157,9 +157,6 @@ class _Driver:
                 found[one.name] = found.get(one.name, 0) + one.value
         return found
 
-    def write(self, path: str, text: str) -> Any:
-        Path(path).write_text(text)
-
     def close(self) -> Any:
         self._engine.engine_core.shutdown()
 

@@ -52,7 +52,7 @@ KINDS = (
                 "run", "a tiny Llama", "test_prefixes.py::test_a_fresh_process_answers_as_the_engines_own_prefix_cache",
                 {
                     "in bfloat16": "test_prefixes.py::test_a_fresh_process_answers_as_the_engines_own_prefix_cache",
-                    "with two ranks": "test_prefixes.py::test_ranks_keep_their_parts_and_agree",
+                    "with two ranks": "test_engine_conformance.py::test_it_meets_the_requirements_of_connectors",
                     "two stages": "test_stages.py::"
                     "test_stages_keep_their_layers_and_one_that_lacks_a_chunk_makes_it_a_miss",
                     "two engines": "test_prefixes.py::test_two_engines_store_the_same_bytes",

@@ -12,9 +12,10 @@ TIERS = [{"type": "memory", "capacity": "64MiB"}, {"type": "disk", "path": "{tmp
 
 
 def test_it_meets_the_requirements_of_connectors() -> None:
+    """With saves of answers, too, so that requests are preempted and continued (E10, E12) while they are saved."""
     subject = Subject.named(
         "kvloom_connector_vllm.adapter:KVLoomConnector", chunk=64,
-        extra={"config": {"chunk_tokens": 64, "tiers": TIERS}},
+        extra={"config": {"chunk_tokens": 64, "tiers": TIERS, "save_decode_cache": True}},
     )  # fmt: skip
     bench = Bench(subject, short=True)
     try:

@@ -1,4 +1,4 @@
-"""Preemption, aborted requests, stores that fail: no wrong token, no request lost, no hang."""
+"""Stores that fail, and settings that cannot work: no wrong token, no request lost, no hang."""
 
 from __future__ import annotations
 
@@ -7,45 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Run, disk, faulty, memory, tokens
+from conftest import Run, faulty, memory, tokens
 from test_prefixes import FOUND, PROMPTS, same
 from warm import Warm
-
-MANY = [tokens(1, 256) + tokens(10 + number, 60) for number in range(8)]
 
 
 def generate(prompts: Any = PROMPTS, **more: Any) -> dict[str, Any]:
     return {"generate": {"prompts": prompts, **more}}
-
-
-def test_preempted_requests_lose_nothing(run: Run, tmp_path: Path) -> None:
-    """Room for about half of what is asked at once, and a store that is slow to take what it is given."""
-    asked = generate(MANY, max_tokens=200, together=True)
-    (expected,) = run(asked, connector=False)
-    little = {"num_gpu_blocks_override": 14, "enable_prefix_caching": False, "max_model_len": 640}
-    slow = [memory(), faulty(tmp_path, {"put": {"delay": 0.2}})]
-    settings: dict[str, Any] = {"config": {"save_decode_cache": True}, "tiers": slow, **little}
-    first, _, second, usage, metrics = run(asked, {"settle": {}}, asked, {"usage": {}}, {"metrics": {}}, **settings)
-    assert metrics["vllm:num_preemptions"] > 0, "or this tests nothing"
-    for found in (first, second):
-        assert [one["tokens"] for one in found] == [one["tokens"] for one in expected]
-        assert {one["reason"] for one in found} == {"length"}
-    assert metrics["vllm:external_prefix_cache_hits"] > 0
-    assert usage == 0
-    (third,) = run(asked, **{**settings, "tiers": [disk(tmp_path)]})
-    assert [one["tokens"] for one in third] == [one["tokens"] for one in expected]
-
-
-def test_an_aborted_request_gives_its_blocks_back(run: Run, tmp_path: Path) -> None:
-    run(generate(), {"settle": {}})
-    faults = str(tmp_path / "faults.json")
-    aborted, usage, _, found = run(
-        {"abort_while_loading": {"prompt": PROMPTS[1]}}, {"usage": {}}, {"write": {"path": faults, "text": "{}"}},
-        generate(), tiers=[memory(), faulty(tmp_path, {"get": {"delay": 1.0}})],
-    )  # fmt: skip
-    assert aborted == {"waiting": True, "left": 0}
-    assert usage == 0
-    assert [one["cached"] for one in found] == FOUND
 
 
 @pytest.fixture(scope="module")
@@ -58,26 +26,18 @@ def stored(warm: Warm, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder / "kv", control, cold
 
 
-@pytest.mark.parametrize("fault", ["raises", "hangs", "flipped", "gone", "not to be asked"])
+@pytest.mark.parametrize("fault", ["raises", "hangs", "not to be asked"])
 def test_a_store_that_fails_costs_time_and_nothing_else(
     run: Run, tmp_path: Path, stored: tuple[Path, Any, Any], fault: str
 ) -> None:
     kv, control, cold = stored
     shutil.copytree(kv, tmp_path / "kv")
-    blobs = sorted(path for path in (tmp_path / "kv").rglob("[0-9]*-*") if path.is_file())
-    assert len(blobs) == 7
     faults: dict[str, Any] = {
         "raises": {"get": {"fail": True}},
         "hangs": {"get": {"hang": 20}},
         "not to be asked": {"contains": {"hang": 20}},
-    }.get(fault, {})
-    for path in blobs[::2] if fault == "gone" else ():
-        path.unlink()
-    for path in blobs if fault == "flipped" else ():
-        data = bytearray(path.read_bytes())
-        data[-len(data) // 2] ^= 0x10
-        path.write_bytes(data)
-    tiers = [memory(), faulty(tmp_path, faults, deadline="1s")]
+    }
+    tiers = [memory(), faulty(tmp_path, faults[fault], deadline="1s")]
     found, again, usage = run(generate(), generate(), {"usage": {}}, tiers=tiers)
     for one, hit, miss in zip(found, control, cold, strict=True):
         # Which blocks are computed at once decides the last bits; the tokens of this model are far from ties.

@@ -192,7 +192,7 @@ def test_the_table_says_why_something_was_not_tried(
 OPTIONS: dict[str, Any] = dict.fromkeys(
     (
         "--connector", "--offloading-spec", "--secondary-tier", "--storage", "--cached", "--cache", "--extra",
-        "--chunk", "--block", "--tolerance", "--short", "--junit",
+        "--chunk", "--block", "--tolerance", "--settle", "--short", "--junit",
     )
 )  # fmt: skip
 
@@ -210,6 +210,9 @@ OPTIONS: dict[str, Any] = dict.fromkeys(
     ({"--connector": "a:C", "--block": 0}, "--block: expected a multiple of 32"),
     ({"--connector": "a:C", "--block": 7}, "--block: expected a multiple of 32 tokens, as vLLM's"),
     ({"--connector": "a:C", "--chunk": 0}, "--chunk: expected a multiple of the block's 32"),
+    ({"--connector": "a:C", "--settle": -1.0}, "--settle: expected 0 to 0.25 seconds, a quarter of --seconds, not -1"),
+    ({"--secondary-tier": "a:C", "--settle": 0.26}, "--settle: expected 0 to 0.25 seconds"),
+    ({"--connector": "a:C", "--settle": float("nan")}, "--settle: expected 0 to"),
 ])  # fmt: skip
 def test_options_that_cannot_be(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
@@ -254,6 +257,16 @@ def test_settings_name_the_store_at_any_depth() -> None:
     assert transfer["kv_load_failure_policy"] == "fail" and subject.has_store
     assert not Subject.named("a:C", extra={"size": 3}).has_store and Subject.named("Name").module is None
     assert Subject.named("a:C", block=64).chunk == 64
+
+
+def test_the_engine_is_told_how_long_saves_may_take() -> None:
+    told: dict[str, Any] = {}
+    bench: Any = object.__new__(Bench)
+    bench._llm = lambda limits: limits
+    for options, settle in (({}, 0.3), ({"settle": 15.0}, 15.0)):
+        bench.subject = Subject.named("a:C", seconds=60.0, **options)
+        bench._start(SimpleNamespace(start=lambda **more: told.update(more)), {}, None)
+        assert (told["settle"], told["patience"], bench.subject.settings["settle"]) == (settle, 15.0, settle)
 
 
 def test_an_offloading_spec_is_a_setting_of_vllms_connector() -> None:

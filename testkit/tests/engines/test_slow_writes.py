@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvloom_testkit.engines.vllm import slow_writes
-from kvloom_testkit.engines.vllm.slow_writes import Meeting, SlowFiles
+from kvloom_testkit.engines import slow_writes
+from kvloom_testkit.engines.slow_writes import Meeting, SlowFiles
 
 WRITE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 

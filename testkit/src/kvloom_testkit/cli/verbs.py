@@ -100,6 +100,14 @@ def add(commands: typer.Typer) -> None:
             float | None,
             typer.Option("--tolerance", help="Largest difference of equal logprobs.", rich_help_panel=_ENGINE),
         ] = None,
+        settle: Annotated[
+            float | None,
+            typer.Option(
+                "--settle",
+                help="Seconds until what was saved in the background has to be found.",
+                rich_help_panel=_ENGINE,
+            ),
+        ] = None,
         short: Annotated[
             bool, typer.Option("--short", help="Fewer requests of each kind.", rich_help_panel=_ENGINE)
         ] = False,
@@ -111,7 +119,7 @@ def add(commands: typer.Typer) -> None:
         engine = {
             "--connector": connector, "--offloading-spec": offloading_spec, "--secondary-tier": secondary_tier,
             "--storage": storage, "--cached": cached, "--cache": cache, "--extra": extra,
-            "--chunk": chunk, "--block": block, "--tolerance": tolerance,
+            "--chunk": chunk, "--block": block, "--tolerance": tolerance, "--settle": settle,
             "--short": short or None, "--junit": junit,
         }  # fmt: skip
         if kind == "engine":

@@ -126,8 +126,8 @@ class Bench(BaseBench):
         super().close()
 
     def _start(self, engine: Engine, llm: dict[str, Any], kv: dict[str, Any] | None) -> Any:
-        patience = self.subject.seconds / 4
-        return engine.start(llm=self._llm(llm), kv=kv, settle=self.subject.settle, patience=patience)
+        about = self.subject
+        return engine.start(llm=self._llm(llm), kv=kv, settle=about.settle, patience=about.patience)
 
     def _llm(self, more: dict[str, Any]) -> dict[str, Any]:
         longest = _PROMPT_CHUNKS * self.chunk

@@ -51,7 +51,7 @@ class Engine:
 VLLM = Engine(
     "vllm", "vLLM", ("0.32",),
     {"--connector": Subject.named, "--offloading-spec": Subject.of_spec, "--secondary-tier": Subject.of_tier},
-    ("--block", "--chunk", "--tolerance"), EngineConformance, Bench,
+    ("--block", "--chunk", "--tolerance", "--settle"), EngineConformance, Bench,
 )  # fmt: skip
 SGLANG = Engine("sglang", "SGLang", ("0.5.23",), {"--storage": Storage.named}, (), StorageConformance, StorageBench)
 TRANSFORMERS = Engine(

@@ -29,7 +29,7 @@ class Subject:
     tolerance: float = 1e-3
     """Largest difference of two logprobs that count as equal; more for a connector that stores KV with loss."""
     settle: float = 0.3
-    """Seconds that the connector may take to store in the background."""
+    """Seconds from an answer until what it stored has to be found."""
     seconds: float = 60.0
     """Deadline of each answer of the engine."""
     label: str = ""
@@ -50,6 +50,9 @@ class Subject:
         if subject.chunk < 1 or subject.chunk % subject.block:
             text = f"expected a multiple of the block's {subject.block} tokens, not {subject.chunk}"
             raise ConfigError("--chunk", text)
+        if "settle" in more and not 0 <= subject.settle <= subject.patience:
+            text = f"expected 0 to {subject.patience:g} seconds, a quarter of --seconds, not {subject.settle:g}"
+            raise ConfigError("--settle", text)
         return subject
 
     @classmethod
@@ -73,6 +76,11 @@ class Subject:
         return cls.named("OffloadingConnector", extra=settings, label=tier, is_tier=True, **more)
 
     @property
+    def patience(self) -> float:
+        """Seconds after which what holds blocks or requests is taken to hold them for ever."""
+        return self.seconds / 4
+
+    @property
     def has_store(self) -> bool:
         """Return whether its settings name the kit's directory."""
         return replaced(self.extra, "") != self.extra
@@ -80,7 +88,7 @@ class Subject:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that a report names."""
-        return {"extra": self.extra, "block": self.block, "chunk": self.chunk}
+        return {"extra": self.extra, "block": self.block, "chunk": self.chunk, "settle": self.settle}
 
     def transfer(self, store: Path, policy: str) -> dict[str, Any]:
         """The arguments of KVTransferConfig."""

@@ -9,6 +9,7 @@ from kvloom_testkit.engines.bench import Bench, Prompt, Session
 from kvloom_testkit.engines.process import RefusedError
 from kvloom_testkit.engines.prompts import tokens
 from kvloom_testkit.engines.rename_barrier import rename_together
+from kvloom_testkit.engines.slow_writes import write_while_read
 
 STORE = "kept"
 """The store that other processes are started on."""
@@ -158,12 +159,10 @@ class Separation:
 def _write_and_read(bench: Bench, writer: Session, reader: Session) -> None:
     """Ask prompts of one process that is slow to write, and meanwhile of another, which first only reads."""
     for number in range(2 if bench.short else 6):
-        both = bool(number % 2)
         request = {"prompt": tokens(700 + number, 3 * bench.chunk + 5), "max_tokens": 1}
-        about = {"store": str(writer.store), "meeting": f"{writer.store}.meeting-{number}", "both": both}
-        writing = writer.engine.begin("write_slowly", request=request, **about)
-        answers = reader.engine.call("read_meanwhile", request=request, connector=bench.subject.is_tier, **about)
-        for answer in answers + writing():
+        read = {**request, "connector": bench.subject.is_tier}
+        answers = write_while_read(writer.engine, reader.engine, writer.store, number, write=request, read=read)
+        for answer in answers:
             bench.compare(request, answer, "while another process wrote its files, a prompt")
         for one in (writer, reader):
             bench.forget(one)

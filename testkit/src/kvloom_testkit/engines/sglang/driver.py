@@ -13,13 +13,14 @@ import torch
 
 from kvloom_testkit.engines.rename_barrier import RenamesTogether
 from kvloom_testkit.engines.sglang.pool import HostPool
+from kvloom_testkit.engines.slow_writes import WritesSlowly
 
 _CANARY = 0x44
 """Every byte of pages that nothing was asked for."""
 _DIRECTORY = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 
 
-class Driver(RenamesTogether):
+class Driver(RenamesTogether, WritesSlowly):
     """The calls. Pages are numbers; each has a key and content of its own, which follow from it."""
 
     def start(
@@ -129,6 +130,17 @@ class Driver(RenamesTogether):
             faults.append(f"loading raised {type(error).__name__}: {error}")
         other.join()
         return faults
+
+    def write_one(self, pages: list[int]) -> list[list[str]]:
+        """Store pages."""
+        self.set(pages)
+        return []
+
+    def read_one(self, pages: list[int], stores: bool) -> list[list[str]]:
+        """Load pages, as `get` does. stores: after storing them, unless they are there."""
+        if stores and self.exists(pages) < len(pages):
+            self.set(pages)
+        return [self.get(pages)["pages"]]
 
     def longest(self, pages: list[int]) -> float:
         """The longest seconds of one call of each kind, with what is there and what is not."""

@@ -9,6 +9,7 @@ from kvloom_testkit.engines.damage import damage
 from kvloom_testkit.engines.process import Engine, RefusedError
 from kvloom_testkit.engines.rename_barrier import rename_together
 from kvloom_testkit.engines.sglang.storages import StorageBench
+from kvloom_testkit.engines.slow_writes import write_while_read
 
 PAGES = list(range(8))
 _MORE = [*PAGES, 100, 101]
@@ -110,10 +111,17 @@ class StorageConformance:
 
         Why: replicas of a server share a store, and what one writes another reads in the same moment.
 
-        Usually: a draft of a file under a name that both use, or an entry that is there before its bytes are.
+        Usually: a draft of a file under a name that both use, or an entry that is there before its bytes are. A file
+        that one process writes is kept empty here while the other reads.
         """
         _need_store(bench)
         both = bench.open("both"), bench.open("both")
+        for number in range(2 if bench.short else 6):
+            pages = [300 + 10 * number + page for page in range(3)]
+            read = {"pages": pages, "stores": bool(number % 2)}
+            for found in write_while_read(*both, bench.store("both"), number, write={"pages": pages}, read=read):
+                wrong = f"{found.count('wrong')} of {len(found)} pages were loaded wrong"
+                expect("wrong" not in found, f"{wrong} while another process wrote them")
         rename_together(both, bench.store("both"))
         waiting = [one.begin("race", pages=PAGES, seconds=0.5 if bench.short else 3.0) for one in both]
         faults = [fault for wait in waiting for fault in wait()]

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from kvloom_testkit.engines.rename_barrier import RenamesTogether
+from kvloom_testkit.engines.slow_writes import WritesSlowly
 
 _PAD = 2
 
 
-class Driver(RenamesTogether):
+class Driver(RenamesTogether, WritesSlowly):
     """The calls. Prompts are lists of token ids; all rows of a call are one batch."""
 
     def start(self, model: str, dtype: str, name: str, module: str | None, extra: dict[str, Any], wraps: bool) -> None:
@@ -46,6 +47,12 @@ class Driver(RenamesTogether):
         ids = torch.tensor([[_PAD] * (length - len(row)) + row for row in rows])
         mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
         return self._answer(ids, mask, max_tokens, **options)
+
+    def write_one(self, rows: list[list[int]]) -> list[dict[str, Any]]:
+        """Answer a batch, which stores it."""
+        return [self.generate(rows)]
+
+    read_one = write_one
 
     def own(self, rows: list[list[int]], split: int, max_tokens: int = 8, **options: Any) -> dict[str, Any]:
         """The plain model's answers, the first `split` tokens of all rows being in a cache of transformers' own."""

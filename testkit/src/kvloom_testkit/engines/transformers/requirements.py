@@ -9,6 +9,7 @@ from kvloom_testkit.engines.damage import damage
 from kvloom_testkit.engines.process import Engine, EngineError, RefusedError
 from kvloom_testkit.engines.prompts import tokens
 from kvloom_testkit.engines.rename_barrier import rename_together
+from kvloom_testkit.engines.slow_writes import write_while_read
 from kvloom_testkit.engines.transformers.caches import CacheBench, Prompt, refused
 
 _KEPT = "kept"
@@ -174,10 +175,16 @@ class CacheConformance:
 
         Why: what one writes another reads in the same moment.
 
-        Usually: a draft of a file under a name that both use, or an entry that is there before its bytes are.
+        Usually: a draft of a file under a name that both use, or an entry that is there before its bytes are. A file
+        that one process writes is kept empty here while the other reads.
         """
         _need_store(bench)
         both = bench.open("shared"), bench.open("shared")
+        for number in range(2 if bench.short else 6):
+            prompt = tokens(700 + number, 2 * bench.chunk + 5)
+            request = {"rows": [prompt]}
+            for answer in write_while_read(*both, bench.store("shared"), number, write=request, read=request):
+                bench.compare([prompt], answer, "while another process wrote its files, a prompt")
         rename_together(both, bench.store("shared"))
         for turn in range(4 if bench.short else 16):
             prompts = [tokens(400 + 10 * turn + number, 2 * bench.chunk + 5) for number in range(3)]

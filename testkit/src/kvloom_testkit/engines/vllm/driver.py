@@ -11,8 +11,8 @@ from typing import Any
 
 from kvloom_testkit.engines.damage import damage
 from kvloom_testkit.engines.rename_barrier import RenamesTogether
+from kvloom_testkit.engines.slow_writes import WritesSlowly
 from kvloom_testkit.engines.vllm.memory import groups_of
-from kvloom_testkit.engines.vllm.slow_writes import WritesSlowly
 from kvloom_testkit.engines.vllm.waits import waits
 from kvloom_testkit.engines.vllm.watch import Watch
 
@@ -78,6 +78,18 @@ class Driver(RenamesTogether, WritesSlowly):
                     "cached": output.num_cached_tokens or 0,
                     "claimed": self._watch.claimed.pop(name, 0),
                 })  # fmt: skip
+        return answers
+
+    def write_one(self, **request: Any) -> list[dict[str, Any]]:
+        """Answer a request, and wait until it is stored."""
+        answers = self.generate([request])
+        self.settle()
+        return answers
+
+    def read_one(self, connector: bool, **request: Any) -> list[dict[str, Any]]:
+        """Answer a request, and empty the engine's own cache. connector: as `forget` has it."""
+        answers = self.generate([request])
+        self.forget(connector)
         return answers
 
     def time(self, requests: list[dict[str, Any]]) -> float:

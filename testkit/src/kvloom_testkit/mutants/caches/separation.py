@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
-import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from kvloom_testkit.mutants import Mutant
-from kvloom_testkit.reference.transformers import DirectoryCache
+from kvloom_testkit.reference.transformers import CHUNK, DirectoryCache
 
 Part = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -27,8 +27,52 @@ class OneDraftForAll(Mutant, DirectoryCache):
         torch.save(part, buffer)
         draft = self.folder / "draft"
         draft.write_bytes(hashlib.sha256(buffer.getvalue()).digest() + buffer.getvalue())
-        time.sleep(0.003)
         draft.replace(self.path(key))
+
+
+class OneDraftForEachChunk(Mutant, DirectoryCache):
+    """The draft of a chunk has one name, which every process uses that writes the same chunk."""
+
+    breaks = "G11"
+
+    def draft(self, key: str) -> Path:
+        return self.folder / f"{key}.draft"
+
+
+class WritesInPlace(Mutant, DirectoryCache):
+    """A file is there before its bytes are, and an empty one is taken for zeros."""
+
+    breaks = "G11"
+
+    def write(self, key: str, part: Part) -> None:
+        buffer = io.BytesIO()
+        torch.save(part, buffer)
+        self.put(key, buffer.getvalue())
+
+    def put(self, key: str, data: bytes) -> None:
+        self.path(key).write_bytes(data)
+
+    def data(self, key: str) -> bytes | None:
+        return self.path(key).read_bytes()
+
+    def read(self, key: str) -> Part | None:
+        if self.data(key):
+            return super().read(key)
+        config = self.model.config
+        shape = 1, config.num_key_value_heads, CHUNK, config.head_dim
+        return [(torch.zeros(shape), torch.zeros(shape))] * config.num_hidden_layers
+
+
+class TrustsDraftsOfOthers(WritesInPlace):
+    """A chunk's draft has one name for all processes, and that another was first is no error."""
+
+    breaks = "G11"
+
+    def put(self, key: str, data: bytes) -> None:
+        draft = self.folder / f"{key}.draft"
+        draft.write_bytes(data)
+        with contextlib.suppress(FileNotFoundError):
+            draft.replace(self.path(key))
 
 
 class KeysWithoutWeights(Mutant, DirectoryCache):

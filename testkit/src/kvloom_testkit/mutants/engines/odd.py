@@ -35,7 +35,7 @@ class AnswersLater(Oddity, DirectoryConnector):
 
 
 class Forgets(Oddity, DirectoryConnector):
-    """Blocks behind the third of a prompt are lost now and then before they are written."""
+    """One block in ten is not written."""
 
     def write(self, name: str, data: bytes) -> None:
         if random.random() < 0.9:
@@ -43,12 +43,16 @@ class Forgets(Oddity, DirectoryConnector):
 
 
 class StoresLater(Oddity, DirectoryConnector):
-    """Copies are taken in the step, and written a little later by a thread of its own, which a reset waits for."""
+    """Copies are taken in the step, and written a little later by a thread of its own, which a reset waits for.
+
+    `kv_connector_extra_config`, beside the reference's: `late`, by how many seconds.
+    """
 
     writing: ClassVar[list[threading.Timer]] = []
 
     def write(self, name: str, data: bytes) -> None:
-        self.writing.append(threading.Timer(0.05, super().write, (name, data)))
+        late = self._kv_transfer_config.kv_connector_extra_config.get("late", 0.05)
+        self.writing.append(threading.Timer(late, super().write, (name, data)))
         self.writing[-1].start()
 
     def reset_cache(self) -> bool | None:

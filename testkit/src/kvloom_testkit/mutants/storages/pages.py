@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,6 +89,48 @@ class OneDraftForAll(Mutant, DirectoryStorage):
 
     def draft(self, key: str) -> Path:
         return self.folder / "draft"
+
+
+class OneDraftForEachPage(Mutant, DirectoryStorage):
+    """The draft of a page has one name, which every process uses that writes the same page."""
+
+    breaks = "H08"
+
+    def draft(self, key: str) -> Path:
+        return self.folder / f"{key}.draft"
+
+
+class WritesInPlace(Mutant, DirectoryStorage):
+    """A file is there before its bytes are, and what is in it is taken for all of it."""
+
+    breaks = "H08"
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        self.write(key, value.contiguous().view(torch.uint8).numpy().tobytes())
+        return True
+
+    def write(self, key: str, data: bytes) -> None:
+        self.path(key).write_bytes(data)
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+        if not self.exists(key):
+            return None
+        data = bytearray(self.path(key).read_bytes())
+        page: torch.Tensor = target_location
+        page.view(torch.uint8)[: len(data)] = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0)
+        return page
+
+
+class TrustsDraftsOfOthers(WritesInPlace):
+    """A page's draft has one name for all processes, and that another was first is no error."""
+
+    breaks = "H08"
+
+    def write(self, key: str, data: bytes) -> None:
+        draft = self.folder / f"{key}.draft"
+        draft.write_bytes(data)
+        with contextlib.suppress(FileNotFoundError):
+            draft.replace(self.path(key))
 
 
 class OneBufferForBoth(Mutant, DirectoryStorage):

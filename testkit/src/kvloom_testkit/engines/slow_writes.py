@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from kvloom_testkit.engines.process import Engine
+
 _WAIT_SECONDS = 2.0
 _MAX_MISSED = 4
 """Waits in vain, after which a process waits no more in this meeting: the other one does something else."""
@@ -96,43 +98,43 @@ class SlowFiles:
 
 
 class WritesSlowly:
-    """The calls of an engine's driver for a meeting. Each names the store, the folder of the meeting, and a request."""
+    """The calls of an engine's driver for a meeting. Each names the store, the folder of the meeting, and a request.
+
+    A request is the arguments of the driver's own `write_one`, which stores something, or `read_one`, which loads it.
+    Both return a list of answers.
+    """
 
     _slow: SlowFiles | None = None
-    generate: Callable[..., list[dict[str, Any]]]
-    settle: Callable[[], object]
-    forget: Callable[[bool], object]
+    write_one: Callable[..., list[Any]]
+    read_one: Callable[..., list[Any]]
 
-    def write_slowly(self, store: str, meeting: str, request: dict[str, Any], both: bool) -> list[dict[str, Any]]:
-        """Answer a request, and keep files empty for a while. both: where the other process writes, too."""
+    def write_slowly(self, store: str, meeting: str, request: dict[str, Any], both: bool) -> list[Any]:
+        """Store something, and keep files empty for a while. both: where the other process writes, too."""
         slow, met = self._files_of(store), Meeting(meeting)
         slow.writer, slow.both = met, both
         try:
-            answers = self.generate([request])
-            self.settle()
-            return answers
+            return self.write_one(**request)
         finally:
             slow.writer = None
             met.tell("done")
 
-    def read_meanwhile(
-        self, store: str, meeting: str, request: dict[str, Any], both: bool, connector: bool
-    ) -> list[dict[str, Any]]:
-        """Answer a request again and again until the writer is done, with nothing in the engine's own cache.
+    def read_meanwhile(self, store: str, meeting: str, request: dict[str, Any], both: bool) -> list[Any]:
+        """Load something again and again until the writer is done.
 
-        both: from the start; else when the writer has opened a file. connector: as `forget` has it.
+        both: from the start; else when the writer has opened a file.
         """
         slow, met = self._files_of(store), Meeting(meeting)
         if both:
             slow.reader = met
         else:
             met.wait(lambda: met.count("opened") or met.count("done"))
-        answers = []
+        answers: list[Any] = []
+        times = 0
         try:
-            while len(answers) < _MAX_ANSWERS and not (answers and met.count("done")):
-                answers += self.generate([request])
+            while times < _MAX_ANSWERS and not (times and met.count("done")):
+                answers += self.read_one(**request)
+                times += 1
                 met.tell("answered")
-                self.forget(connector)
         finally:
             slow.reader = None
         return answers
@@ -142,3 +144,16 @@ class WritesSlowly:
             self._slow = SlowFiles(store)
             sys.addaudithook(self._slow.on_audit)
         return self._slow
+
+
+def write_while_read(
+    writer: Engine, reader: Engine, store: Path, number: int, *, write: dict[str, Any], read: dict[str, Any]
+) -> list[Any]:
+    """The answers of two engines, whose drivers are `WritesSlowly`, to a request each; number: of the meeting.
+
+    In meetings with an odd number the reader writes, too. Raises EngineError.
+    """
+    about = {"store": str(store), "meeting": f"{store}.meeting-{number}", "both": bool(number % 2)}
+    writing = writer.begin("write_slowly", request=write, **about)
+    answers: list[Any] = reader.call("read_meanwhile", request=read, **about)
+    return answers + writing()
