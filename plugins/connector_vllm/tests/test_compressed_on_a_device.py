@@ -296,7 +296,8 @@ class BreaksOff(Packed):
         raise CorruptBlobError("no length that fits")
 
 
-def test_nothing_uses_the_memory_of_a_blob_that_was_refused() -> None:
+def test_nothing_uses_the_memory_of_a_blob_that_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "MOST_BYTES", 1 << 20)
     for seed in range(8):
         with (device := SimulatedDevice(seed)).installed():
             decoder = decoding.DeviceDecoder(torch.device("cpu"), device, 4096, SystemRuntime())

@@ -219,8 +219,9 @@ class Worker:
 
     def close(self) -> None:
         """Cancel loads under way, and write what was saved, the last step's KV too. Idempotent."""
+        self._end_step()
         self._end_loads()
-        self._calls.shutdown()  # waits for saves that have not begun
+        self._calls.shutdown()
         with ExitStack() as closed:  # one closes the tiers, and which one depends on the sizes of the groups
             for part in (part for some in self._parts for part in some):
                 closed.callback(part.engine.close)
