@@ -3,6 +3,7 @@
 Each way is an engine in a process of its own; all are up at once, and requests go to them in turn, so that what else
 the machine does meets all of them alike. Every measured prompt is new to whoever should not know it: `cold` and
 `nothing to hit` get tokens that nobody has seen; the others get a prompt that was asked before, and more behind it.
+What has nothing to hit is compared with vLLM that has a prefix cache and nothing in it.
 
     make bench-vllm
     python bench/vllm_ttft.py --rounds 5 --lengths 1024
@@ -32,6 +33,8 @@ BLOCK = 128
 CHUNK = 256
 """Tokens of a chunk: the default."""
 COLD, CONTROL, NOTHING = "no connector, cold", "vLLM's own prefix cache", "kvloom, nothing to hit"
+COLD_CACHE = "no connector, cold, with a prefix cache"
+"""For a model with states vLLM then computes a prompt in several steps, which end at its blocks."""
 MODES = {
     COLD: None,
     CONTROL: None,
@@ -124,7 +127,7 @@ def prompt(chance: random.Random, count: int) -> list[int]:
 def measure(servers: dict[str, Server], length: int, rounds: int, chance: random.Random) -> dict[str, list[float]]:
     """Seconds to the first token of `rounds` requests each way, in turn."""
     prefix = prompt(chance, length)
-    known = [mode for mode in servers if mode not in (COLD, NOTHING)]
+    known = [mode for mode in servers if mode not in (COLD, COLD_CACHE, NOTHING)]
     for mode in known:
         until = time.monotonic() + 60  # a codec writes behind
         settled = {"settle": True, "forget": mode != CONTROL}
@@ -132,14 +135,15 @@ def measure(servers: dict[str, Server], length: int, rounds: int, chance: random
         while servers[mode].ask(prompt=prefix + prompt(chance, TAIL), **settled)["cached"] < length // BLOCK * BLOCK:
             if time.monotonic() > until:
                 raise RuntimeError(f"{mode}: it does not store")
-    found: dict[str, list[float]] = {mode: [] for mode in servers}
+    ways = {**servers, COLD_CACHE: servers[CONTROL]}
+    found: dict[str, list[float]] = {mode: [] for mode in ways}
     for number in range(rounds + 2):
-        order = list(servers)
+        order = list(ways)
         chance.shuffle(order)
         for mode in order:
             fresh = mode not in known
             asked = prompt(chance, length + TAIL) if fresh else prefix + prompt(chance, TAIL)
-            said = servers[mode].ask(prompt=asked, forget=mode != CONTROL and not fresh, settle=fresh)
+            said = ways[mode].ask(prompt=asked, forget=mode != CONTROL and not fresh, settle=fresh)
             expected = 0 if fresh else length // BLOCK * BLOCK
             if said["cached"] != expected:
                 raise RuntimeError(f"{mode}: {said['cached']} tokens were found, not {expected}")
@@ -198,7 +202,7 @@ def report(results: dict[int, dict[str, list[float]]], name: str) -> None:
     rows = Rows("_".join(["vllm_ttft", *([name] if name else [])]))
     for length, by_mode in results.items():
         for mode, seconds in by_mode.items():
-            control = COLD if mode in (COLD, NOTHING) else CONTROL
+            control = {COLD: COLD, COLD_CACHE: COLD, NOTHING: COLD_CACHE}.get(mode, CONTROL)
             middle, limit = statistics.median(seconds), statistics.median(by_mode[control])
             low, _, high = statistics.quantiles(seconds, n=4)
             rows.add(
