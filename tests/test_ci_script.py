@@ -1,0 +1,55 @@
+"""`.ci/run`, with a `make` that does nothing; and the end of a run that TEST_UNTIL names."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAKE = """#!/bin/sh
+echo "$1 ${TEST_UNTIL:-}" >>"$SEEN"
+[ "$1" != "$FAILS" ] || exit 1
+[ "$1" != test-full ] || echo "= 12 tests were not begun, because TEST_UNTIL has passed ="
+"""
+
+
+@pytest.mark.parametrize("fails", ["", "demo", "docs"])
+def test_the_slow_tests_come_last_and_have_an_end(tmp_path: Path, fails: str) -> None:
+    for name in (".ci/run", "scripts/test_costs.py"):
+        (tmp_path / name).parent.mkdir()
+        shutil.copy(ROOT / name, tmp_path / name)
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "python").symlink_to(sys.executable)
+    (programs / "make").write_text(MAKE)
+    (programs / "make").chmod(0o755)
+    seen = tmp_path / "seen"
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "SEEN": str(seen), "FAILS": fails}
+    environment.pop("TEST_UNTIL", None)
+    done = subprocess.run([tmp_path / ".ci/run"], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == (1 if fails else 0), done.stdout + done.stderr
+    steps = [line.split() for line in seen.read_text().splitlines()]
+    if fails == "demo":
+        assert steps == [["demo"]], "without it there is nothing to test with"
+        return
+    *others, (last, until) = steps
+    assert last == "test-full" and len(others) == 7 and all(len(step) == 1 for step in others)
+    assert time.time() < float(until) < time.time() + 90 * 60
+    assert "ok, 12 tests were not begun" in done.stdout and (f"failed: {fails}" in done.stdout) == bool(fails)
+
+
+def test_no_test_begins_after_the_end() -> None:
+    spec = importlib.util.spec_from_file_location("root_conftest", ROOT / "conftest.py")
+    assert spec is not None and spec.loader is not None
+    conftest = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conftest)
+    conftest._Until(time.time() + 60).pytest_runtest_setup()
+    with pytest.raises(pytest.skip.Exception, match="TEST_UNTIL has passed"):
+        conftest._Until(time.time() - 1).pytest_runtest_setup()
