@@ -11,7 +11,7 @@ import torch
 from core_support import Shelf, kv_of, matches, tokens_of
 
 from kvloom import BackendError, Engine
-from kvloom.runtime import SystemRuntime, Workers
+from kvloom.runtime import SystemRuntime, Workers, lacks_resource
 
 MEMORY = {"type": "memory", "capacity": "1MiB"}
 SHELF = {"type": "shelf", "deadline": "20s"}
@@ -89,6 +89,12 @@ def no_thread_in_rust() -> None:
 
 def no_descriptor() -> None:
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_a_chain_of_errors_without_an_end_is_left() -> None:
+    error, other = ValueError("one"), ValueError("the other")
+    error.__cause__, other.__cause__ = other, error
+    assert not lacks_resource(error)
 
 
 @pytest.mark.parametrize("lacking", [none_left, no_thread_in_rust, no_descriptor])

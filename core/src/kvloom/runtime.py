@@ -247,11 +247,15 @@ class NoThreadError(BackendError):
 _NO_THREAD = ("can't start new thread", "failed to spawn thread")
 """The words of the interpreter, which raises RuntimeError, and of Rust, whose panics are no Exception."""
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+_MOST_CAUSES = 16
+"""Maximum length of a chain of errors that is looked at: a library may make one without an end."""
 
 
 def lacks_resource(error: BaseException | None) -> bool:
     """Return whether this, or an error that led to it, is that this machine has no more threads or file descriptors."""
-    while error is not None:
+    for _ in range(_MOST_CAUSES):
+        if error is None:
+            break
         if isinstance(error, OSError) and error.errno in _NO_DESCRIPTOR:
             return True
         of_threads = isinstance(error, RuntimeError) or not isinstance(error, Exception)
