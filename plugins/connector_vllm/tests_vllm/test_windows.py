@@ -27,8 +27,9 @@ def engine(request: pytest.FixtureRequest) -> Run:
 PROMPTS = [tokens(number, length) for number, length in enumerate(AROUND, 2)]
 
 
-def test_hits_from_memory_and_from_disk_answer_as_the_engines_own_prefix_cache(engine: Run) -> None:
-    config = {"chunk_tokens": 4 * BLOCK}
+@pytest.mark.parametrize("chunk", [BLOCK, 4 * BLOCK])
+def test_hits_from_memory_and_from_disk_answer_as_the_engines_own_prefix_cache(engine: Run, chunk: int) -> None:
+    config = {"chunk_tokens": chunk}
     whole = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS]
     cold, control = engine(generate(PROMPTS), generate(PROMPTS), connector=False)
     first, _, _, warm = engine(generate(PROMPTS), {"settle": {}}, {"forget": {}}, generate(PROMPTS), config=config)
