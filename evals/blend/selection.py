@@ -39,7 +39,7 @@ sys.path.insert(0, str(HERE))
 
 RATIOS = (0.05, 0.10, 0.15, 0.20, 0.30, 0.50)
 Result = tuple[float, float, float]
-"""Of a prompt: share of right answers or of equal likeliest tokens, KL, and share of the rows computed."""
+"""A prompt's share of right answers or of equal likeliest tokens, its KL, and the share of rows computed."""
 
 
 class HalvesSession(HybridSession):

@@ -13,8 +13,6 @@ from kvloom_blend.settings import HybridConfig
 ATTENTION = torch.tensor([9.0, 1.0, 4.0, 0.0, 50.0])
 DEVIATION = torch.tensor([1.0, 9.0, 4.0, 20.0, 0.0])
 """Squares of the distances of V; the last token is the question."""
-
-
 NOTHING = torch.zeros(5)
 
 

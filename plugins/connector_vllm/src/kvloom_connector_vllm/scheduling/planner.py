@@ -269,7 +269,8 @@ class Planner:
             state = self._states.get(boundary.request)
             if state is not None and self._is_saved(state) and not self._uncertain:
                 move = self._saves.at_boundary(state, boundary)
-                saves += [] if move is None else [move]
+                if move is not None:
+                    saves.append(move)
         ended = self._saves.take_ended(fence, now=not self._uncertain)
         chains = tuple(chunks for chunks in touched if chunks.digests or chunks.pieces)
         step = Step(

@@ -50,7 +50,7 @@ class Hits:
             bench.compare(prompt, answer)
 
     def test_E04_finds_what_was_stored(self, bench: Bench) -> None:
-        """A computed prompt is found when it is asked again 0.3 s later, or `--settle`, at least its first chunk.
+        """A prompt is found `--settle` seconds (0.3) after it was computed, at least its first chunk.
 
         Why: that is what a connector is for. As long as it holds blocks, it is waited for longer.
 
