@@ -276,7 +276,9 @@ def test_a_closed_pool_gives_back_memory_that_nobody_uses(in_use: bool) -> None:
         lease.release()
     pool.close()
     assert any(pool.pages.view) == in_use, "memory that has gone back reads as zeros"
+    assert (pool.reserve(PAGE) is None) == (not in_use), "what is written there may be lost: there is no room"
     lease.release()
+    assert not pool.used_bytes
 
 
 def test_a_closed_engine_gives_its_memory_back(open_engine: Callable[..., Engine]) -> None:

@@ -353,6 +353,21 @@ def test_tensors_of_one_piece_of_a_device_share_its_memory() -> None:
     assert memory.bytes[0] == 7 and memory.settled and memory.slab_ends == (2 * PAGE,)
 
 
+@pytest.mark.parametrize("in_use", [False, True])
+def test_a_closed_pool_of_a_device_keeps_memory_that_is_in_use(in_use: bool) -> None:
+    pool = Pool(2 * PAGE, RUNTIME, device=torch.device("cpu"))
+    reservation = pool.reserve(PAGE)
+    assert reservation is not None
+    if not in_use:
+        reservation.abandon()
+    pool.close()
+    if in_use:
+        reservation.tensor((2, 16), torch.bfloat16).fill_(1)
+        reservation.abandon()
+    assert len(pool.pages.bytes) == in_use * 2 * PAGE
+    assert (pool.reserve(PAGE) is None) == (not in_use)
+
+
 def test_memory_is_reused_only_after_the_device_is_done_with_it(device: Pool) -> None:
     copies = [Copy() for _ in range(4)]
     reservations = [device.reserve(PAGE) for _ in range(4)]

@@ -34,9 +34,9 @@ class DevicePages:
     def reach(self, end: int) -> None:
         """It is all there."""
 
-    def give_back(self) -> None:
-        """It goes with the last tensor in it."""
-
     def close(self) -> None:
-        """The memory is freed with the last tensor in it."""
+        """There is no thread to stop."""
+
+    def give_back(self) -> None:
+        """The memory is freed with the last tensor in it; no new one can be made."""
         self.bytes = torch.empty(0, dtype=torch.uint8)

@@ -306,11 +306,15 @@ class Pool:
 
     def after_fork_in_child(self, pid: int) -> None:
         """In a forked child, where the memory reads as zeros: there is no room, and nothing comes back."""
-        self._gone = True
         self.lock, self._freed = self._runtime.lock(), self._runtime.condition()
-        self._extents = Extents(0)
+        self._leave()
         self.forgotten.clear()
         self._later.clear()
+
+    def _leave(self) -> None:
+        """From now on there is no memory to give out, and none to take back."""
+        self._gone = True
+        self._extents = Extents(0)
 
     def taken_by(self, nbytes: int) -> int:
         """Bytes that a reservation of `nbytes` takes.
@@ -334,7 +338,7 @@ class Pool:
     @property
     def used_bytes(self) -> int:
         self._collect()
-        return self.capacity - self._extents.free_bytes
+        return 0 if self._gone else self.capacity - self._extents.free_bytes
 
     @property
     def free_bytes(self) -> int:
@@ -433,13 +437,15 @@ class Pool:
 
     def close(self) -> None:
         """Stop the background thread. Memory still in use stays valid; if there is none, the system gets it back, also
-        as long as the garbage collector has not found what refers to the pool."""
+        as long as the garbage collector has not found what refers to the pool, and there is no room from then on."""
         if self._gone:
             return
         self._collect()
         self.pages.close()
         with self.lock:
             unused = self._extents.free_bytes == self.capacity
+            if unused:  # a call that is still running must not reserve what is being given back
+                self._leave()
         if unused:
             self.pages.give_back()
         self._grids.clear()
