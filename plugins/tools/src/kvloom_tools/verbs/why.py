@@ -81,12 +81,8 @@ def add(commands: typer.Typer) -> None:
         left_out = {name: str(error) for name, error in failed.items()}
         say_left_out(failed)
         if as_json:
-            print(
-                json.dumps(
-                    {**_as_json(found, pieces, keys, len(prompt)), "stored_chunk_tokens": there, "left_out": left_out},
-                    indent=2,
-                )
-            )
+            made = _as_json(found, pieces, keys, len(prompt))
+            print(json.dumps({**made, "stored_chunk_tokens": there, "left_out": left_out}, indent=2))
         else:
             _print(found, pieces, keys, len(prompt), in_memory=len(opened) + len(failed) < len(resolved.tiers))
             if there not in (None, config.chunk_tokens):
