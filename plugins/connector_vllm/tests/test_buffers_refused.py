@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,24 @@ def test_what_is_no_entry_keeps_nobody_from_the_others(tokens: Any, roi: Any) ->
     put_in(buffer, [1, 2], mark=7)
     assert mark(buffer.drop_select(ids(1, 2), MASK)) == 7
     assert buffer.counts() == {"inserted": 1, "unreadable": 1, "taken": 1}
+
+
+def test_a_place_that_cannot_be_listed_keeps_nobody_from_the_rest() -> None:
+    class Partly(CreatingDict):
+        partly = False
+
+        def scan(self, prefix: str = "") -> Iterator[kvloom.Entry]:
+            yield from super().scan(prefix)
+            if self.partly:
+                raise kvloom.IncompleteListingError("1 places cannot be read")
+
+    backend = Partly(kvloom.Config())
+    buffer = lookup(backend)
+    put_in(buffer, [1], mark=7)
+    backend.partly = True
+    with pytest.raises(BackendError, match="1 places cannot be read"):  # it may have no room
+        put_in(buffer, [2])
+    assert mark(buffer.drop_select(ids(1), MASK[:1])) == 7 and buffer.counts()["failed"] > 0
 
 
 def test_an_entry_has_five_tensors() -> None:

@@ -19,6 +19,7 @@ import torch
 from kvloom import (
     BackendError,
     CorruptBlobError,
+    IncompleteListingError,
     StorageBackend,
     UnreadableBlobError,
     envelope,
@@ -168,8 +169,14 @@ class KVLookupBuffer(BufferOnBackend, vllm_base("KVLookupBufferBase")):  # type:
         return [id for _, _, id in sorted(found)]
 
     def _ids(self, part: str) -> list[str]:
+        """As far as they can be listed: what cannot be read keeps nobody from the rest."""
         above = f"{self._name}/{part}/"
-        return [entry.key.removeprefix(above) for entry in self._backend.scan(above)]
+        found: list[str] = []
+        try:
+            found.extend(entry.key.removeprefix(above) for entry in self._backend.scan(above))
+        except IncompleteListingError:
+            self._count("failed")
+        return found
 
     def _prefix_of(self, id: str) -> Prefix | None:
         """The prefix of an entry, read from the beginning of its blob; None if it cannot be read."""
