@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import errno
 import threading
 from collections.abc import Callable
@@ -66,6 +67,18 @@ def test_writes_that_wait_are_put_by_one_call(open_engine: Open) -> None:
     assert store(engine)
     assert crate().puts == [chunk_names(engine)], "and what nobody waited for was put alone"
     assert retrieve(open_engine(CRATE)) == [True] * 4
+
+
+@pytest.mark.parametrize("mode", ["sign", "encrypt"])
+def test_each_blob_of_a_batch_is_protected_by_itself(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setenv("KEYS_OF_BLOBS", base64.b64encode(bytes(range(32))).decode())
+    ours = CRATE | {"protect": {"mode": mode, "keys": "env:KEYS_OF_BLOBS"}}
+    engine = open_engine(ours)
+    assert store(engine)
+    assert crate().puts == [chunk_names(engine)]
+    assert retrieve(open_engine(ours)) == [True] * 4
 
 
 def test_a_batch_is_as_long_as_keeps_every_thread_busy(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:

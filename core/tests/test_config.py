@@ -222,6 +222,21 @@ def test_no_mistake_hides_what_other_settings_say_against_each_other(other: dict
     assert len(problems) == 12 + len(other)
 
 
+@pytest.mark.parametrize(
+    ("setting", "place"),
+    [({"quota": {"a": -1}}, "quota.a"), ({"protect": {"mode": "x"}}, "protect.keys"), ({"protect": {}}, "protect.keys")]
+)  # fmt: skip
+def test_no_mistake_in_a_block_hides_what_a_plugin_says_of_the_rest(setting: dict[str, Any], place: str) -> None:
+    problems = refused({"tiers": [{"type": "dict", "nope": 1, "serializer": {"type": "raw", "levl": 1}, **setting}]})
+    found = [problem.split(":")[0] for problem in problems]
+    assert {f"tiers.0.{place}", "tiers.0.nope", "tiers.0.serializer.levl"} <= {*found}
+
+
+def test_a_retriever_that_is_wrong_brings_no_complaints_about_another() -> None:
+    problems = refused({"blend": {"retriever": {"typ": "x"}, "recompute_ratio": 0.5}})
+    assert [problem.split(":")[0] for problem in problems] == ["blend.retriever.type"]
+
+
 def test_what_is_wrong_by_itself_is_not_compared() -> None:
     """An invalid name or capacity is reported once, without further complaints about it."""
     tiers = ["dict", {"type": "dict", "name": "a b"}, {"type": "dict", "name": "c", "write": "on_evict"}]

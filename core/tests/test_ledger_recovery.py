@@ -106,6 +106,13 @@ def test_what_is_ours_is_what_is_a_key(text: str) -> None:
     assert ledger.names() == [one for one in expected if one.depth < 1 << 31] and ledger.bytes == 0
 
 
+def test_a_size_that_no_blob_has_ends_no_listing(clock: Clock) -> None:
+    ledger = Ledger(clock, capacity=100)
+    listed = [entry(key("a"), START - 9, nbytes=10**30), entry(key("b"), START, nbytes=7)]
+    assert [victim.key for victim in ledger.recover(listed)] == [key("a")]
+    assert ledger.complete and ledger.names() == [key("b")] and ledger.bytes == 7
+
+
 def test_a_store_that_knows_no_times(clock: Clock) -> None:
     ledger = Ledger(clock, ttl=1000.0)
     assert ledger.recover([Entry(str(key("a")), 3, 0.0)]) == []

@@ -119,6 +119,19 @@ def test_only_the_dead_are_reclaimed(tmp_path: Path) -> None:
     assert set(os.listdir(tmp_path)) == kept
 
 
+def test_a_listing_reclaims_what_died_since_the_store_was_opened(tmp_path: Path, open_backend: Any) -> None:
+    backend = open_backend(tmp_path)
+    backend.put("fp/-/0-a", [b"blob"])
+    draft = tmp_path / "+tmp" / f"{'f' * 12}.1.1.0123456789abcdef"
+    draft.write_bytes(b"x")
+    past = time.time() - FOREIGN_SECONDS - 60
+    os.utime(draft, (past, past))
+    assert [entry.key for entry in backend.scan()] == ["fp/-/0-a"] and unfinished(tmp_path) == []
+    (tmp_path / "+tmp").rmdir()
+    (tmp_path / "+tmp").write_bytes(b"no directory")
+    assert [entry.key for entry in backend.scan()] == ["fp/-/0-a"]
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="who has ended is known from /proc")
 def test_a_process_that_nobody_has_waited_for_is_dead(tmp_path: Path, open_backend: Any) -> None:
     ready = fork.Event()

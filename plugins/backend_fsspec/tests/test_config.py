@@ -91,7 +91,8 @@ def test_secrets_are_refused_by_name_and_not_repeated(name: str, nested: bool) -
 
 @pytest.mark.parametrize("name", ["region", "endpoint", "skip_signature", "service_account_path", "token_file", "anon"])
 def test_what_is_no_secret_passes(name: str) -> None:
-    assert Config(url="s3://bucket/kv", options={name: "https://x"}).options == {name: "https://x"}
+    value = "https://x" if name == "endpoint" else "x"
+    assert Config(url="s3://bucket/kv", options={name: value}).options == {name: value}
 
 
 @pytest.mark.parametrize("name", ["endpoint", "endpoint_url", "aws_endpoint"])
@@ -211,6 +212,21 @@ def test_files_in_options_begin_where_the_configuration_is(tmp_path: Path) -> No
     assert config.options == {
         "known_hosts": f"{tmp_path}/hosts", "key_filename": [f"{tmp_path}/a", "/b"], "endpoint": "https://c",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "google_service_account", "service_account_path", "aws_web_identity_token_file", "federated_token_file",
+        "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", "verify",
+    ],
+)  # fmt: skip
+def test_files_of_the_clients_begin_there_too(tmp_path: Path, name: str) -> None:
+    settings = {"url": "s3://bucket/kv", "options": {name: "one"}}
+    config = FsspecBackend.Config.model_validate(settings, context={"directory": tmp_path})
+    assert config.options == {name: f"{tmp_path}/one"}
+    config = FsspecBackend.Config.model_validate(settings | {"options": {name: False}}, context={"directory": tmp_path})
+    assert config.options == {name: False}
 
 
 def test_what_is_no_certificate_is_neither_read_whole_nor_waited_for(

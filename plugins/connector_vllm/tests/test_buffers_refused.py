@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from buffers_support import CreatingDict, ids, lookup, put_in, store
+from buffers_support import MIB, NOTHING, CreatingDict, ids, lookup, mark, put_in, store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvloom
 from kvloom import BackendError, Buffer, Buffers, ConfigError, DeadlineExceeded
 from kvloom.builtin.dict_backend import DictBackend
+from kvloom_connector_vllm.buffers import blobs
 
 FORK = multiprocessing.get_context("fork")
 
@@ -73,6 +74,89 @@ def test_a_store_that_fails_is_a_miss_to_readers_and_an_error_to_writers() -> No
     with pytest.raises(BackendError, match="full"):
         buffer.put("a", torch.ones(1))
     assert buffer.counts() == {"failed": 2}
+
+
+# -- blobs that somebody else put there --------------------------------------------------------------------------------
+
+MASK = torch.ones(2, dtype=torch.bool)
+
+
+def put_blob(buffer: Any, *tensors: torch.Tensor | None) -> str:
+    """Put these under an id that sorts before all others."""
+    place = f"kv-lookup/entry/{0:048x}"
+    buffer._backend.put(place, blobs.seal(place, tensors))
+    return place
+
+
+@pytest.mark.parametrize(
+    ("tokens", "roi"),
+    [
+        (torch.tensor(1), MASK),
+        (ids(1, 2), torch.tensor(True)),
+        (ids(1, 2), None),
+        (None, MASK),
+        (ids(1, 2), torch.ones(3, dtype=torch.bool)),
+        (ids(1, 2), torch.ones(2).to(torch.float8_e4m3fn)),
+        (ids(1, 2, 3, 4).view(2, 2).T, torch.ones(2, 2, dtype=torch.bool)),
+        (torch.ones(2), MASK),
+    ],
+)
+def test_what_is_no_entry_keeps_nobody_from_the_others(tokens: Any, roi: Any) -> None:
+    buffer = lookup()
+    put_blob(buffer, tokens, roi, None, None, None)
+    put_in(buffer, [1, 2], mark=7)
+    assert mark(buffer.drop_select(ids(1, 2), MASK)) == 7
+    assert buffer.counts() == {"inserted": 1, "unreadable": 1, "taken": 1}
+
+
+def test_a_place_that_cannot_be_listed_keeps_nobody_from_the_rest() -> None:
+    class Partly(CreatingDict):
+        partly = False
+
+        def scan(self, prefix: str = "") -> Iterator[kvloom.Entry]:
+            yield from super().scan(prefix)
+            if self.partly:
+                raise kvloom.IncompleteListingError("1 places cannot be read")
+
+    backend = Partly(kvloom.Config())
+    buffer = lookup(backend)
+    put_in(buffer, [1], mark=7)
+    backend.partly = True
+    with pytest.raises(BackendError, match="1 places cannot be read"):  # it may have no room
+        put_in(buffer, [2])
+    assert mark(buffer.drop_select(ids(1), MASK[:1])) == 7 and buffer.counts()["failed"] > 0
+
+
+def test_an_entry_has_five_tensors() -> None:
+    buffer = lookup()
+    put_blob(buffer, ids(1), MASK[:1])
+    put_in(buffer, [1], mark=7)
+    assert mark(buffer.drop_select(None, None)) == 7 and buffer.counts()["unreadable"] == 1
+
+
+def test_tokens_that_are_not_there_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = lookup(capacity=4 * MIB)
+    place = put_blob(buffer, torch.zeros(MIB, dtype=torch.uint8), torch.ones(MIB, dtype=torch.bool))
+    buffer._backend._blobs[place] = buffer._backend._blobs[place][:8192]
+    wanted: list[int] = []
+
+    def get_range(self: DictBackend, key: str, offset: int, into: memoryview) -> bool:
+        wanted.append(len(into))
+        return kvloom.StorageBackend.get_range(self, key, offset, into)
+
+    monkeypatch.setattr(CreatingDict, "get_range", get_range)
+    assert buffer.drop_select(ids(0), MASK[:1]) == NOTHING
+    assert buffer.counts() == {"corrupt": 1, "missed": 1} and max(wanted) <= 8192
+
+
+def test_longer_tokens_than_any_prompt_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = lookup()
+    put_in(buffer, [1, 2, 3])
+    monkeypatch.setattr("kvloom_connector_vllm.buffers.lookup._MOST_PREFIX_BYTES", 26)
+    assert buffer.drop_select(ids(1), MASK[:1]) == NOTHING and buffer.counts()["corrupt"] == 1
+    with pytest.raises(ValueError, match="input_tokens: 27 bytes with roi; an entry has 26 at most"):
+        put_in(buffer, [1, 2, 3])
+    put_in(buffer, [1, 2])
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

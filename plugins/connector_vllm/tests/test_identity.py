@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,7 +116,8 @@ def test_an_adapter_is_known_by_the_weights_that_it_was_loaded_with(tmp_path: Pa
     again = SimpleNamespace(**{**vars(request), "lora_int_id": 2})
     assert one.of(again) not in (first, None)
     assert one.of(SimpleNamespace(**{**vars(request), "load_inplace": True})) == one.of(again)
-    for number, nowhere in enumerate(("far/away", "no\0path"), 3):
+    os.mkfifo(tmp_path / "fifo")
+    for number, nowhere in enumerate(("far/away", "no\0path", str(tmp_path / "fifo"), "/dev/zero"), 3):
         assert one.of(SimpleNamespace(**{**vars(request), "lora_int_id": number, "lora_path": nowhere})) is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from kvloom import KVLoomError
-from kvloom_eval import command, running
+from kvloom_eval import command, models, running
 from kvloom_eval.command import evaluate
 from kvloom_eval.scores import statistics
 from kvloom_serde_cachegen import Profile
@@ -149,6 +150,22 @@ def test_the_progress_bar_is_full_at_the_end(folder: Path, tmp_path: Path, monke
     monkeypatch.setattr(running, "SCREENED", 2)
     result = small(folder, tmp_path, "--tasks", "needle,text", "--codec", "int8", "--quick", "--items", 3)
     assert result.exit_code == 0 and totals == [len(calls)] == [3 + 2 + 2]
+
+
+def test_mistakes_are_told_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "loaded", lambda *args, **kwargs: pytest.fail("a model was loaded"))
+    assert "--blend nope: no blend executor of type 'nope'" in refused("m", "--blend", "none,nope", "--out", tmp_path)
+    assert "--blend epic/2: " in refused("m", "--blend", "epic/2", "--out", tmp_path)
+    assert "--blend epic/x: could not convert" in refused("m", "--blend", "epic/x", "--out", tmp_path)
+    codec = ("m", "--codec", "default+profile", "--out", tmp_path, "--profile")
+    assert "/nothing cannot be read (No such file" in refused(*codec, tmp_path / "nothing")
+    (tmp_path / "results.md").write_text("mine")
+    assert "not a profile" in refused(*codec, tmp_path / "results.md")
+    text = f"{tmp_path}/results.md exists and is not from `kvloom eval`; name another folder with --out"
+    assert refused("m", "--codec", "int8", "--out", tmp_path) == text
+    (tmp_path / "results.md").rename(tmp_path / "elsewhere")
+    os.mkfifo(tmp_path / "rows.jsonl")
+    assert "rows.jsonl exists" in refused("m", "--codec", "int8", "--out", tmp_path)
 
 
 def test_what_cannot_be_measured_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -317,6 +317,22 @@ def test_a_store_that_hangs_does_not_hang_the_command(rack: Path, hang: Hang, ve
         assert done.status == 1 and ("deadline" in done.out + done.err), done
 
 
+def test_a_store_that_cannot_be_opened_keeps_no_other_from_being_verified(rack: Path, tmp_path: Path) -> None:
+    path = tmp_path / "two.yaml"
+    near = {"type": "disk", "path": str(tmp_path / "near")}
+    path.write_text(json.dumps({"chunk_tokens": CHUNK, "tiers": [near, {"type": "rack", "deadline": "3s"}]}))
+    fill(path, 3)
+
+    def refused(verb: str, key: str) -> None:
+        if verb == "open":
+            raise OSError("Connection refused")
+
+    Rack.before["one"] = refused
+    disk, other = run("scrub", path, "--json", status=1).json
+    assert (disk["ok"], disk["clean"]) == (3, True)
+    assert not other["clean"] and "Connection refused" in other["error"]
+
+
 def test_a_directory_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = tmp_path / "engine.yaml"

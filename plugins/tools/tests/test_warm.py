@@ -302,6 +302,20 @@ def test_a_store_that_fails_now_and_then(racks: Path, tmp_path: Path) -> None:
     assert found["lines"][0]["hit"] == 12 * CHUNK, "the slow tier still has all"
 
 
+def test_a_tier_that_fails_is_left_out(
+    write_config: Callable[..., Path], prompts: Path, slow: Path, fast: Path
+) -> None:
+    config = write_config()
+    shutil.rmtree(slow)
+    found = warm(prompts, "--config", config, status=1)
+    assert [*found["left_out"]] == ["slow"] and found["lines"][0]["held"] == {"fast": CHUNK}
+    slow.write_text("")
+    assert "cannot write to" in run("warm", prompts, "--config", config, "--into", "fast", status=2).err
+    shutil.rmtree(fast)
+    fast.write_text("")
+    assert "cannot write to" in run("warm", prompts, "--config", config, "--into", "fast", status=2).err
+
+
 @pytest.mark.parametrize(("label", "verb"), [("two", "get"), ("one", "put"), ("two", "contains")])
 def test_a_store_that_hangs_does_not_hang_the_command(
     racks: Path, tmp_path: Path, hang: Hang, label: str, verb: str

@@ -315,6 +315,36 @@ def test_a_store_that_fails_is_one_line_and_status_1(rack: Path) -> None:
     assert done.err.startswith("kvloom: tier rack: ") and done.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("verb", ["open", "contains"])
+def test_a_tier_that_fails_does_not_keep_the_others_from_answering(rack: Path, tmp_path: Path, verb: str) -> None:
+    path = tmp_path / "two.yaml"
+    near = {"type": "disk", "path": str(tmp_path / "near")}
+    path.write_text(json.dumps({"chunk_tokens": CHUNK, "tiers": [{"type": "rack", "deadline": "3s"}, near]}))
+    tokens = fill(path, 2)
+    Rack.before["one"] = lambda at, key: refuse() if at == verb else None
+    answer = ask(path, [*tokens, *range(100, 104)])
+    assert [(chunk["verdict"], chunk["tiers"]) for chunk in answer["chunks"]] == [
+        ("hit", ["disk"]), ("hit", ["disk"]), ("not there", [])
+    ]  # fmt: skip
+    assert answer["chunks"][2]["why"].endswith("rack: no answer") and "Connection refused" in answer["left_out"]["rack"]
+    prompt, spec = tmp_path / "tokens.json", tmp_path / "spec.json"
+    assert run("why", path, "--tokens", prompt, "--spec", spec).err.startswith("kvloom: rack is left out: ")
+
+
+def test_a_tier_that_fails_half_way_does_not_either(rack: Path, tmp_path: Path) -> None:
+    path = tmp_path / "two.yaml"
+    near = {"type": "disk", "path": str(tmp_path / "near")}
+    path.write_text(json.dumps({"chunk_tokens": CHUNK, "tiers": [{"type": "rack", "deadline": "3s"}, near]}))
+    tokens = fill(path, 2)
+    Rack.before["one"] = lambda at, key: refuse() if at == "get" else None
+    answer = ask(path, tokens)
+    assert [chunk["tiers"] for chunk in answer["chunks"]] == [["disk"]] * 2 and [*answer["left_out"]] == ["rack"]
+
+
+def refuse() -> None:
+    raise OSError("Connection refused")
+
+
 def test_memory_cannot_be_seen_and_it_says_so(rack: Path) -> None:
     fill(rack, 1)
     ask(rack, [0, 1, 2, 3])

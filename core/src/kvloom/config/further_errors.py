@@ -81,12 +81,16 @@ def _installed(only: tuple[str, ...] | None, block: tuple[str, ...]) -> Registry
 
 def _sound(block: Any, wrong: Collection[KeyPath], adapter: TypeAdapter[Any]) -> Any:
     """A block without the settings at the wrong paths; None if it is still not valid."""
-    for path in wrong:
-        block = _without(block, path)
-    try:
-        return adapter.validate_python(block)
-    except ValidationError:
-        return None
+    # Without a part of it, a setting may be wrong still: `protect` for lack of keys, a `quota` that is empty.
+    # A `retriever` is not left out: there is one by default, which may not work without settings.
+    for paths in (wrong, [path[:1] for path in wrong if path[:1] != ("retriever",)]):
+        for path in paths:
+            block = _without(block, path)
+        try:
+            return adapter.validate_python(block)
+        except ValidationError:
+            continue
+    return None
 
 
 def _without(node: Any, path: KeyPath) -> Any:

@@ -88,10 +88,10 @@ class Protection:
     def __repr__(self) -> str:
         return f"Protection({self.mode!r}, {len(self._keys)} keys)"
 
-    def begin(self) -> BlobKey:
-        """For a new blob."""
+    def begin(self, *, alone: bool = True) -> BlobKey:
+        """For a new blob. alone: it is written before this thread encrypts the next one."""
         flags = SIGNED if self.mode == "sign" else SIGNED | ENCRYPTED
-        return self._derived(flags, self._current, os.urandom(NONCE_BYTES))
+        return self._derived(flags, self._current, os.urandom(NONCE_BYTES), self._room if alone else _fresh_room)
 
     def open(self, flags: int, key_id: bytes, nonce: bytes) -> BlobKey:
         """For a blob that says this of itself. Raises UnreadableBlobError if none of the keys is that one."""
@@ -99,11 +99,11 @@ class Protection:
             raise UnreadableBlobError("the blob is not signed, and this tier accepts only signed blobs")
         if key_id not in self._keys:
             raise UnreadableBlobError(f"the blob was signed with another key ({key_id.hex()[:8]}...)")
-        return self._derived(flags, key_id, nonce)
+        return self._derived(flags, key_id, nonce, self._room)
 
-    def _derived(self, flags: int, key_id: bytes, nonce: bytes) -> BlobKey:
+    def _derived(self, flags: int, key_id: bytes, nonce: bytes, room: Callable[[int], memoryview]) -> BlobKey:
         context = b"kvloom blob 1" + bytes([flags]) + nonce
-        return BlobKey(flags, key_id, nonce, hmac.digest(self._keys[key_id], context, "sha256"), self._room)
+        return BlobKey(flags, key_id, nonce, hmac.digest(self._keys[key_id], context, "sha256"), room)
 
     def _room(self, nbytes: int) -> memoryview:
         # Each thread uses its own again: taking fresh memory from the system takes longer than encrypting.
@@ -111,6 +111,10 @@ class Protection:
         if room is None or len(room) < nbytes:
             room = self._mine.room = mmap.mmap(-1, max(1, nbytes))
         return memoryview(room)[:nbytes]
+
+
+def _fresh_room(nbytes: int) -> memoryview:
+    return memoryview(mmap.mmap(-1, max(1, nbytes)))[:nbytes]
 
 
 class BlobKey:
@@ -143,7 +147,7 @@ class BlobKey:
     def sealed(self, views: Sequence[memoryview]) -> tuple[list[memoryview], list[bytes]]:
         """The buffers as they are stored, and a tag for each.
 
-        Encrypted buffers are page-aligned copies, valid until this thread encrypts the next blob.
+        Encrypted buffers are page-aligned copies, valid until this thread encrypts the next blob that is `alone`.
         """
         if not self.encrypted:
             return list(views), [self._tag(number, view) for number, view in enumerate(views)]

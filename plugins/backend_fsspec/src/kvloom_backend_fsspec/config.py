@@ -32,7 +32,11 @@ _NO_SECRET = re.compile(r"(?:aws_|azure_|google_)?skip_signature|anon|.*_(?:file
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 _ENDPOINT = re.compile(r"https?://[^/\s]", re.IGNORECASE)
 _BUCKET = re.compile(r"[A-Za-z0-9._-]{1,255}")
-_FILES = ("key_filename", "known_hosts", "root_certificate")
+_FILES = re.compile(
+    r"key_filename|known_hosts|root_certificate|verify|cert|(?:google_)?service_account(?:_path)?"
+    r"|(?:aws_)?(?:web_identity|container_authorization)_token_file|(?:azure_)?federated_token_file",
+    re.IGNORECASE,
+)
 """Options that name files; relative ones begin where the configuration file is."""
 _NO_PART = ("", ".", "..")
 
@@ -89,7 +93,7 @@ class Config(BaseConfig):
             if query:
                 raise ValueError(f"{name} is a URL with a query; name the server alone. {STANDARD_PLACES}")
         directory = (info.context or {}).get("directory", Path())
-        return {name: _below(value, directory) if name in _FILES else value for name, value in options.items()}
+        return {name: _below(value, directory) if _FILES.fullmatch(name) else value for name, value in options.items()}
 
     @model_validator(mode="after")
     def _can_work(self) -> Config:

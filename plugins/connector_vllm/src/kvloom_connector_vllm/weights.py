@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import operator
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -44,9 +47,13 @@ def file_digest(path: Path) -> str:
 def _digest(files: list[Path]) -> str:
     state = hashlib.sha256()
     for path in files:
-        size = path.stat().st_size
-        state.update(f"{path.name} {size}\n".encode(errors="surrogateescape"))
-        with path.open("rb") as file:
+        # Without O_NONBLOCK, opening a FIFO would wait for its writer.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", str(path))
+            size = status.st_size
+            state.update(f"{path.name} {size}\n".encode(errors="surrogateescape"))
             if size <= _WHOLE_BYTES:
                 state.update(file.read())
                 continue

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
-from kvloom import BlendExecutor, ConfigError, KVLoomError
+from kvloom import BlendExecutor, ConfigError, KVLoomError, PluginError, Registry
 from kvloom_blend import GivenTask, Runner, executor_of, kv_of
 from kvloom_connector_transformers import spec_of
 from kvloom_eval import scoring
@@ -40,6 +41,18 @@ class Blended:
     """Rows computed, as a share of those of a whole prefill."""
     seconds: float
     """Time to the first token, the mean over the questions."""
+
+
+def check(words: Sequence[str]) -> None:
+    """Raise KVLoomError for a word that names no executor, or a share that it does not take."""
+    for word in words:
+        try:
+            for _, executor, settings in _settings(word):
+                Registry.discover().settings("blend executor", executor)(**settings)
+        except ValidationError as error:
+            raise _refusal(word, error.errors()[0]["msg"]) from None
+        except (PluginError, ValueError) as error:
+            raise _refusal(word, error) from None
 
 
 class Blender:
@@ -77,16 +90,11 @@ class Blender:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _parsed(self, word: str) -> Iterator[Blend]:
-        name, slash, ratio = word.partition("/")
         try:
-            ratios = [float(ratio)] if slash else list(RATIOS)
-            if name in ("none", "full"):
-                yield Blend(name, executor_of(self._spec, name))
-            else:
-                for each in ratios:
-                    yield Blend(f"{name}/{each:g}", executor_of(self._spec, name, recompute_ratio=each))
+            for name, executor, settings in _settings(word):
+                yield Blend(name, executor_of(self._spec, executor, **settings))
         except (ConfigError, ValueError) as error:
-            raise KVLoomError(f"--blend {word}: {error}; name an executor, or one with its share: epic/0.1") from None
+            raise _refusal(word, error) from None
 
     def _runs(self, names: list[str], tokens: torch.Tensor, task: GivenTask) -> Iterator[tuple[str, Any]]:
         executors = {each.name: each.executor for each in self.blends}
@@ -106,6 +114,20 @@ class Blender:
             stood.append(torch.arange(head, head + len(piece)))
         kv, where = torch.cat(planes, dim=2), torch.cat(stood)
         return kv, torch.ones(len(where), dtype=torch.bool), where
+
+
+def _settings(word: str) -> Iterator[tuple[str, str, dict[str, float]]]:
+    """Of each executor that a word stands for: its name in the tables, its type and its settings."""
+    executor, slash, ratio = word.partition("/")
+    if executor in ("none", "full"):
+        yield executor, executor, {}
+    else:
+        for each in [float(ratio)] if slash else RATIOS:
+            yield f"{executor}/{each:g}", executor, {"recompute_ratio": each}
+
+
+def _refusal(word: str, why: object) -> KVLoomError:
+    return KVLoomError(f"--blend {word}: {why}; name an executor, or one with its share: epic/0.1")
 
 
 def _padded(values: torch.Tensor, more: int) -> torch.Tensor:

@@ -80,6 +80,14 @@ def parsed(word: str) -> Wanted:
     return Wanted(word, settings)
 
 
+def check_profile(file: Path) -> None:
+    """Raise KVLoomError for a file that is no profile."""
+    try:
+        Profile.load(file)
+    except OSError as error:
+        raise KVLoomError(f"--profile: {file} cannot be read ({error.strerror}); make it: kvloom calibrate") from None
+
+
 def profile_of(model: Any, tokens: torch.Tensor, name: str, file: Path, step: Callable[[], None]) -> Profile:
     """The profile of a model, made of windows `[windows, tokens]` and written to `file`, or the one that is there."""
     if file.exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from kvloom_eval.running import Plan
 
 _CALIBRATION_TOKENS, _QUICK_TOKENS, _WINDOW = 32_768, 8_192, 1024
+_ROWS, _WRITTEN = "rows.jsonl", ("results.json", "results.md", "codecs.png", "blending.png")
 _ITEMS, _QUICK_ITEMS, _QUICK_CONTEXT = 24, 4, 512
 
 
@@ -63,7 +65,7 @@ def evaluate(
 
     Results of items are kept; the same command goes on after an interruption.
     """
-    from kvloom_eval import codecs, running
+    from kvloom_eval import blending, codecs, running
     from kvloom_eval.tasks import TASKS
 
     wanted = [
@@ -80,11 +82,23 @@ def evaluate(
         raise KVLoomError(f"--dtype: {dtype!r} is none of float32, bfloat16 and float16")
     contexts = list(dict.fromkeys(context or [_QUICK_CONTEXT if quick else _WINDOW]))
     plan = running.Plan(chosen, contexts, items or (_QUICK_ITEMS if quick else _ITEMS), seed)
+    blends = [each for word in _words(blend, ()) for each in (blending.DEFAULT if word == "default" else (word,))]
+    blending.check(blends)
+    if profile is not None and any(each.needs_profile for each in wanted):
+        codecs.check_profile(profile)
     place = out or Path(f"eval-{Path(model).resolve().name if Path(model).is_dir() else model.replace('/', '--')}")
+    _check_own(place)
     _evaluate(
-        model, plan, wanted, _words(blend, ()), place, profile, quick=quick, plain=plain, device=device, dtype=dtype,
+        model, plan, wanted, blends, place, profile, quick=quick, plain=plain, device=device, dtype=dtype,
         threads=threads, as_json=as_json,
     )  # fmt: skip
+
+
+def _check_own(place: Path) -> None:
+    """Raise KVLoomError if files that are written over are there, and no rows beside them that say whose they are."""
+    there = [place / name for name in (*_WRITTEN, _ROWS) if os.path.lexists(place / name)]
+    if there and not (place / _ROWS).is_file():
+        raise KVLoomError(f"{there[0]} exists and is not from `kvloom eval`; name another folder with --out")
 
 
 def _words(given: str | None, default: Sequence[str]) -> list[str]:
@@ -124,11 +138,10 @@ def _evaluate(
         "dtype": dtype, "prompts": "plain" if plain else "chat template", "seed": plan.seed,
         "text": f"Python {'.'.join(platform.python_version_tuple()[:2])}",
     }  # fmt: skip
-    rows = Rows(place / "rows.jsonl", about)
+    rows = Rows(place / _ROWS, about)
     blender: Blender | None = None
     if blends:
-        words = tuple(each for word in blends for each in (blending.DEFAULT if word == "default" else (word,)))
-        blender = blending.Blender(model, words)
+        blender = blending.Blender(model, tuple(blends))
     if any(each.needs_profile for each in wanted) and profile is None:
         profile = place / ("quick.kvprofile" if quick else "profile.kvprofile")
         length = min(_WINDOW, *plan.contexts)

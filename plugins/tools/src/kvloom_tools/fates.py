@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from kvloom import BackendError, CorruptBlobError, UnreadableBlobError, envelope, leading, output
+from kvloom import BackendError, CorruptBlobError, KVLoomError, UnreadableBlobError, envelope, leading, output
 from kvloom.inspection import Store, at_once
 from kvloom_tools.model import Keys
 from kvloom_tools.stores import QUARANTINE
@@ -77,20 +77,28 @@ class _Said:
     text: str = ""
 
 
-def fates(opened: Sequence[Store], question: Question) -> list[Fate]:
-    """One for each chunk, in order. Raises BackendError if a tier does not answer."""
+def fates(opened: Sequence[Store], question: Question, failed: dict[str, KVLoomError]) -> list[Fate]:
+    """One for each chunk, in order. Raises BackendError if no tier answers.
+
+    failed: the errors of tiers that are not opened; those of tiers that do not answer are added.
+    """
     keys, salt = question.keys, question.salts[0]
     segments = keys.segments(question.prompt, salt)
     names = [str(segment.key) for segment in segments]
-    tiers = [_Tier(store, question) for store in opened]
     said = {}
-    with output.progress("looking into the tiers", len(names) * len(tiers)) as step:
-        for tier in tiers:
-            said[tier.store.name] = tier.ask(names, step)
+    with output.progress("looking into the tiers", len(names) * len(opened)) as step:
+        for store in opened:
+            try:
+                said[store.name] = _Tier(store, question).ask(names, step)
+            except BackendError as error:
+                failed[store.name] = error
+                if not said and store is opened[-1]:
+                    raise
+    opened = [store for store in opened if store.name in said]
     nowhere = [index for index in range(len(names)) if not any(of[index].state == HIT for of in said.values())]
     elsewhere = _elsewhere(opened, question, {index: segments[index] for index in nowhere}) if nowhere else {}
     return [
-        _fate(segment, {name: of[index] for name, of in said.items()}, elsewhere.get(index))
+        _fate(segment, {name: of[index] for name, of in said.items()}, elsewhere.get(index), failed)
         for index, segment in enumerate(segments)
     ]
 
@@ -106,11 +114,14 @@ def left_of(opened: Sequence[Store], question: Question, found: Sequence[Fate]) 
         return []
     names = [str(piece.key) for piece in named]
     said = {store.name: _Tier(store, question).ask(names, lambda: None) for store in opened}
-    fates = [_fate(piece, {name: of[index] for name, of in said.items()}, None) for index, piece in enumerate(named)]
+    fates = [
+        _fate(piece, {name: of[index] for name, of in said.items()}, None, ()) for index, piece in enumerate(named)
+    ]
     return leading([fate for fate in fates if fate.verdict == HIT], lost.start)
 
 
-def _fate(segment: Segment, said: Mapping[str, _Said], elsewhere: _Said | None) -> Fate:
+def _fate(segment: Segment, said: Mapping[str, _Said], elsewhere: _Said | None, failed: Collection[str]) -> Fate:
+    """failed: the tiers that have said nothing."""
     span = (segment.start, segment.end)
     hits = tuple(name for name, one in said.items() if one.state == HIT)
     told = [(name, one) for state in _TELLING for name, one in said.items() if one.state == state]
@@ -121,8 +132,9 @@ def _fate(segment: Segment, said: Mapping[str, _Said], elsewhere: _Said | None) 
         return Fate(*span, first.state, why=f"{name}: {first.text}", problems={name: one.text for name, one in rest})
     if elsewhere is not None:
         return Fate(*span, elsewhere.state, why=elsewhere.text)
-    verdict = NEVER if all(one.state == NEVER for one in said.values()) else GONE
-    return Fate(*span, verdict, why="; ".join(f"{name}: {one.text}" for name, one in said.items()))
+    verdict = NEVER if not failed and all(one.state == NEVER for one in said.values()) else GONE
+    texts = [*(f"{name}: {one.text}" for name, one in said.items()), *(f"{name}: no answer" for name in failed)]
+    return Fate(*span, verdict, why="; ".join(texts))
 
 
 class _Tier:

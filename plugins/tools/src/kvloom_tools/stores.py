@@ -6,14 +6,17 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvloom import BackendError, ConfigError, KVLoomError, output
+
 if TYPE_CHECKING:
-    from kvloom.inspection import Store, TierChoice
+    from kvloom import KVSpec
+    from kvloom.inspection import Resolved, Store, TierChoice
 
 QUARANTINE = "quarantine/"
 """Prefix of the keys of corrupt blobs that `kvloom scrub` set aside."""
@@ -30,6 +33,34 @@ def remove_left(store: Store, prefix: str) -> None:
     old = [entry.key for entry in store.entries(prefix) if 0 < entry.modified < ends]
     if old:
         store.ask(lambda: store.backend.delete_many(old))
+
+
+def opened_ones(
+    resolved: Resolved, spec: KVSpec | None, stack: ExitStack, *, made: bool = True
+) -> tuple[list[Store], dict[str, KVLoomError]]:
+    """The stored tiers that can be opened and answer, in order, and by name the errors of the others.
+
+    Raises the first error if no tier answers. made: as `kvloom.inspection.opened` takes it.
+    """
+    from kvloom.inspection import RECORDS, opened, stored
+
+    found: list[Store] = []
+    failed: dict[str, KVLoomError] = {}
+    for choice in stored(resolved):
+        try:
+            store = stack.enter_context(opened(choice, spec, made=made))
+            store.ask(lambda backend=store.backend: backend.contains(f"{RECORDS}0.json"))  # type: ignore[misc]
+            found.append(store)
+        except (BackendError, ConfigError) as error:
+            failed[choice.name] = error
+    if not found:
+        raise next(iter(failed.values()))
+    return found, failed
+
+
+def say_left_out(failed: Mapping[str, KVLoomError]) -> None:
+    for name, error in failed.items():
+        output.say(f"kvloom: {name} is left out: {error}", stderr=True)
 
 
 def said(error: BaseException) -> str:

@@ -19,6 +19,7 @@ used. Times are seconds since the epoch, not later than now, 0.0 where unknown. 
 
 _DEEPEST = (1 << 31) - 1
 _LAST_MINUTE = (1 << 31) - 1
+_MOST_BYTES = 1 << 62
 _RECORD = struct.Struct("<q32sqddi")
 """Its place in the order, digest, bytes, times, and the number of its namespace."""
 _DIGEST_CHARS = 64
@@ -42,7 +43,7 @@ def _listed(entry: Entry, now: float) -> Listed | None:
     if f"{namespace}/{number}-{digest.hex()}" != text or not 0 <= number <= _DEEPEST or namespace.count("/") != 1:
         return None
     # Neither nonsense nor a clock that is ahead of ours may do harm.
-    nbytes = max(nbytes, 0)
+    nbytes = min(max(nbytes, 0), _MOST_BYTES)
     written = (modified if modified < now else now) if modified > 0 else 0.0
     if used > written:
         return namespace, number, digest, nbytes, written, used if used < now else now

@@ -19,6 +19,7 @@ import torch
 from kvloom import (
     BackendError,
     CorruptBlobError,
+    IncompleteListingError,
     StorageBackend,
     UnreadableBlobError,
     envelope,
@@ -32,6 +33,8 @@ from kvloom_connector_vllm.buffers.room import Until, age_seconds, new_id
 _PAGE_BYTES = 4096
 _NOTHING = 5
 _CLAIM_BYTES = 256
+_MOST_PREFIX_BYTES = 256 << 20
+"""Longest tokens and mask of an entry."""
 
 
 class Prefix(NamedTuple):
@@ -90,6 +93,9 @@ class KVLookupBuffer(BufferOnBackend, vllm_base("KVLookupBufferBase")):  # type:
         for name, tensor in (*prefix._asdict().items(), ("key", key), ("value", value), ("hidden", hidden)):
             if tensor is not None:
                 blobs.check(name, tensor)
+        nbytes = sum(part.nbytes for part in prefix)
+        if nbytes > _MOST_PREFIX_BYTES:
+            raise ValueError(f"input_tokens: {nbytes} bytes with roi; an entry has {_MOST_PREFIX_BYTES} at most")
         until = Until(self.timeout)
         uninterrupted(partial(self._insert, [*prefix, key, value, hidden], until), cancel=until.end)
 
@@ -163,8 +169,14 @@ class KVLookupBuffer(BufferOnBackend, vllm_base("KVLookupBufferBase")):  # type:
         return [id for _, _, id in sorted(found)]
 
     def _ids(self, part: str) -> list[str]:
+        """As far as they can be listed: what cannot be read keeps nobody from the rest."""
         above = f"{self._name}/{part}/"
-        return [entry.key.removeprefix(above) for entry in self._backend.scan(above)]
+        found: list[str] = []
+        try:
+            found.extend(entry.key.removeprefix(above) for entry in self._backend.scan(above))
+        except IncompleteListingError:
+            self._count("failed")
+        return found
 
     def _prefix_of(self, id: str) -> Prefix | None:
         """The prefix of an entry, read from the beginning of its blob; None if it cannot be read."""
@@ -185,25 +197,34 @@ class KVLookupBuffer(BufferOnBackend, vllm_base("KVLookupBufferBase")):  # type:
         return prefix
 
     def _read_prefix(self, place: str) -> Prefix | None:
-        page = self._beginning(place, _PAGE_BYTES)
-        head = page and self._beginning(place, envelope.header_bytes(page))
+        page = self._range(place, 0, _PAGE_BYTES)
+        head = page and self._range(place, 0, envelope.header_bytes(page))
         header = head and envelope.parse(head, key=place)
         if not head or not header:
             return None
         nbytes = sum(header.lengths[:2])
-        if nbytes > self.capacity:
+        if nbytes > min(self.capacity, _MOST_PREFIX_BYTES):
             raise CorruptBlobError(f"tokens of {nbytes} bytes in a buffer of {self.capacity}")
-        data = self._beginning(place, len(head) + nbytes)
+        if nbytes and self._range(place, len(head) + nbytes - 1, 1) is None:  # before memory is taken for all of it
+            return None
+        data = self._range(place, 0, len(head) + nbytes)
         if data is None:
             return None
         envelope.Verifier(data, key=place).filled(len(data))
         tokens, roi = blobs.tensors(header, data[len(head) :], 2)
-        return Prefix(tokens, roi) if tokens is not None and roi is not None else None
+        try:
+            if roi is None:
+                raise ValueError("no roi")
+            prefix = _prefix(tokens, roi)
+            prefix.common(prefix)
+        except (ValueError, RuntimeError) as error:  # the latter of a dtype without comparisons
+            raise UnreadableBlobError(f"not an entry: {error}") from error
+        return prefix
 
-    def _beginning(self, place: str, nbytes: int) -> memoryview | None:
-        """The first `nbytes` bytes of a blob, None if it is gone. Raises CorruptBlobError if it is shorter."""
+    def _range(self, place: str, offset: int, nbytes: int) -> memoryview | None:
+        """Part of a blob, None if the blob is gone. Raises CorruptBlobError if it is shorter."""
         data = memoryview(bytearray(nbytes))
-        if self._backend.get_range(place, 0, data):
+        if self._backend.get_range(place, offset, data):
             return data
         if self._backend.contains(place):
             raise CorruptBlobError("shorter than it says")
@@ -218,6 +239,8 @@ class KVLookupBuffer(BufferOnBackend, vllm_base("KVLookupBufferBase")):  # type:
         try:
             blob = self._content(place)
             taken = None if blob is None else blobs.unseal(blob, key=place)[0]
+            if taken is not None and len(taken) != _NOTHING:
+                raise UnreadableBlobError(f"not an entry: {len(taken)} tensors")
         except CorruptBlobError:
             self._count("corrupt")
             self._delete(id)

@@ -79,10 +79,16 @@ def add(commands: typer.Typer) -> None:
         action = "delete" if delete else "keep" if keep else "quarantine"
         resolved, known = _resolved(path)
         reports = []
-        for choice in stored(resolved, tier):
-            with opened(choice, made=False) as store:
-                reader = Reader(store, _serializers(choice) if known else None, action, threads)
-                reports.append(_scrubbed(reader))
+        choices = stored(resolved, tier)
+        for choice in choices:
+            try:
+                with opened(choice, made=False) as store:
+                    reader = Reader(store, _serializers(choice) if known else None, action, threads)
+                    reports.append(_scrubbed(reader))
+            except (BackendError, ConfigError) as error:
+                if len(choices) == 1 or choice.backend is None:
+                    raise
+                reports.append(Report(choice.name, choice.backend.type, error=str(error)))
         if as_json:
             print(json.dumps([asdict(report) | {"clean": report.clean} for report in reports], indent=2))
         else:

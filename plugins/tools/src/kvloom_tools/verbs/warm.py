@@ -21,7 +21,7 @@ from kvloom_tools.configuration import load
 from kvloom_tools.model import Keys, read_spec, recorded, tokenized
 
 if TYPE_CHECKING:
-    from kvloom import ChunkKey, EngineConfig, Segment
+    from kvloom import ChunkKey, EngineConfig, KVLoomError, Segment
     from kvloom.inspection import Resolved, Store
     from kvloom_tools.copying import Copied
     from kvloom_tools.warming import Prompt
@@ -71,12 +71,13 @@ def add(commands: typer.Typer) -> None:
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ) -> None:
         """Say which tiers hold prompts, and copy them into a faster one. Exit status 1 if something cannot be read."""
-        from kvloom.inspection import stores
+        from kvloom_tools.stores import opened_ones, say_left_out
 
         settings, resolved = load(config)
         prompts = _prompts(file, text, tokenizer)
-        with stores(resolved, made=into is not None) as opened, ExitStack() as stack:
-            target = None if into is None else _target(opened, resolved, into)
+        with ExitStack() as stack:
+            opened, failed = opened_ones(resolved, None, stack, made=into is not None)
+            target = None if into is None else _target(opened, resolved, into, failed)
             keyings = _keyings(prompts, opened, settings, resolved, spec=spec, model=model)
             for keys in keyings:
                 stack.callback(keys.close)
@@ -88,11 +89,13 @@ def add(commands: typer.Typer) -> None:
             for key in (one.key for one in copied if one.outcome == "copied"):
                 holders[key].add(into or "")
             _count(opened, lines, holders)
+        say_left_out(failed)
         if as_json:
-            print(json.dumps(_as_json(lines, copied), indent=2))
+            left_out = {name: str(error) for name, error in failed.items()}
+            print(json.dumps({**_as_json(lines, copied), "left_out": left_out}, indent=2))
         else:
             _print(lines, opened, copied)
-        raise typer.Exit(1 if any(one.went_wrong for one in copied) else 0)
+        raise typer.Exit(1 if failed or any(one.went_wrong for one in copied) else 0)
 
 
 def _prompts(file: Path | None, text: Path | None, tokenizer: str | None) -> list[Prompt]:
@@ -111,8 +114,11 @@ def _prompts(file: Path | None, text: Path | None, tokenizer: str | None) -> lis
     return [Prompt(1, torch.tensor(tokenized(text, tokenizer), dtype=torch.int32))]
 
 
-def _target(opened: Sequence[Store], resolved: Resolved, name: str) -> Store:
-    """The tier to copy into. ConfigError if that makes no sense."""
+def _target(opened: Sequence[Store], resolved: Resolved, name: str, failed: Mapping[str, KVLoomError]) -> Store:
+    """The tier to copy into. ConfigError if that makes no sense. failed: errors of tiers that do not answer, which are
+    raised where such a tier is needed."""
+    if name in failed:
+        raise failed[name]
     if any(choice.name == name and choice.backend is None for choice in resolved.tiers):
         text = "is in the memory of the process that serves; call kvloom_tools.warm(engine, FILE) there when it starts"
         raise ConfigError("--into", f"tier {name!r} {text}")
@@ -124,6 +130,8 @@ def _target(opened: Sequence[Store], resolved: Resolved, name: str) -> Store:
         raise ConfigError("--into", f"no other process sees what is in tier {name!r}")
     if target.choice.write == "never":
         raise ConfigError("--into", f"{target.choice.path} has `write: never`")
+    if target is opened[-1] and failed:
+        raise next(iter(failed.values()))
     if target is opened[-1]:
         raise ConfigError("--into", f"no tier is slower than {name!r}; there is nothing to copy from")
     return target

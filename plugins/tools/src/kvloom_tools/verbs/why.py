@@ -18,6 +18,7 @@ import typer
 from kvloom import ConfigError, output
 from kvloom_tools.configuration import File, load
 from kvloom_tools.model import Keys, read_json, read_spec, recorded, tokenized
+from kvloom_tools.stores import opened_ones, say_left_out
 
 if TYPE_CHECKING:
     import torch
@@ -55,29 +56,35 @@ def add(commands: typer.Typer) -> None:
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ) -> None:
         """Say of each chunk of a prompt where it is stored, or why not: evicted, expired, corrupt, another's ..."""
-        from kvloom.inspection import stores
         from kvloom_tools.fates import GONE, NEVER, Question, chunk_tokens_of, fates, left_of
 
         config, resolved = load(file)
         if fingerprint is not None:
-            with stores(resolved, None, made=False) as opened:
+            with ExitStack() as stack:
+                opened, failed = opened_ones(resolved, None, stack, made=False)
+                say_left_out(failed)
                 _print_differences(opened, fingerprint)
             return
         prompt = _prompt(tokens, text, tokenizer)
         given = None if spec is None else read_spec(spec)
-        with stores(resolved, given, made=False) as opened, ExitStack() as stack:
+        with ExitStack() as stack:
+            opened, failed = opened_ones(resolved, given, stack, made=False)
             keys = Keys(config, resolved, given) if given is not None else recorded(opened, config, resolved)[0]
             stack.callback(keys.close)
             salts = tuple(salt) if salt else (config.salt,)
             question = Question(keys, prompt, salts, exact=config.exact, verify=verify)
-            found = fates(opened, question)
+            found = fates(opened, question, failed)
+            opened = [store for store in opened if store.name not in failed]
             pieces = left_of(opened, question, found)
             nowhere = bool(found) and found[0].verdict in (NEVER, GONE) and resolved.tokens.type == "chunked"
             there = chunk_tokens_of(opened, keys) if nowhere and not pieces else None
+        left_out = {name: str(error) for name, error in failed.items()}
+        say_left_out(failed)
         if as_json:
-            print(json.dumps({**_as_json(found, pieces, keys, len(prompt)), "stored_chunk_tokens": there}, indent=2))
+            made = _as_json(found, pieces, keys, len(prompt))
+            print(json.dumps({**made, "stored_chunk_tokens": there, "left_out": left_out}, indent=2))
         else:
-            _print(found, pieces, keys, len(prompt), in_memory=len(opened) < len(resolved.tiers))
+            _print(found, pieces, keys, len(prompt), in_memory=len(opened) + len(failed) < len(resolved.tiers))
             if there not in (None, config.chunk_tokens):
                 sizes = f"chunks of {there} tokens or more, and this configuration makes them of {config.chunk_tokens}"
                 output.say(f"what the tiers hold of this model are {sizes} (chunk_tokens)")
