@@ -19,7 +19,7 @@ CHANGES = re.compile(
     r"|\bset_start_method\(|\bmatplotlib\.use\(|\bfaulthandler\.\w+\("
 )
 ALLOWED = {
-    "core/src/kvloom/runtime.py": "the priority of a thread alone, on Linux",
+    "core/src/kvloom/runtime/system.py": "the priority of a thread alone, on Linux",
     "core/src/kvloom/numa.py": "the processors of a thread alone, on Linux",
     "core/src/kvloom/memory/pages.py": "torch in a forked child, whose threads of OpenMP are not there",
     "plugins/tools/src/kvloom_tools/replay/sweep.py": "a verb",

@@ -31,7 +31,7 @@ _TICK, _INTERRUPTED = "__simulation_tick__", "__simulation_interrupted__"
 _POINT = ast.parse(f"if {_TICK}(): {_INTERRUPTED}()").body[0]
 """`Scheduler.point`, without a call of a function in Python where nothing happens."""
 _OUTSIDE = ("SystemRuntime", "TimedSerializer")
-_PACKAGES = (kvloom.memory, kvloom.pipeline, kvloom.tiers)
+_PACKAGES = (kvloom.memory, kvloom.pipeline, kvloom.runtime, kvloom.tiers)
 WHOLE = frozenset(
     f"kvloom.{name}"
     for name in (
@@ -78,7 +78,6 @@ def _changes() -> list[tuple[ModuleType, list[tuple[FunctionType, CodeType, Code
 def _modules() -> list[ModuleType]:
     parts = [part.name for package in _PACKAGES for part in walk_packages(package.__path__, f"{package.__name__}.")]
     core = [
-        kvloom.runtime,
         kvloom.engine.engine,
         kvloom.engine.layers,
         kvloom.engine.lookup,
