@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm_fakes import BLOCK, FakeRequest
 from kvloom_connector_vllm.scheduling.messages import Report
 from kvloom_connector_vllm.scheduling.plan import Owner, Scheduled
 from kvloom_connector_vllm.scheduling.scheduler import patience_of
+from kvloom_connector_vllm.transfers import Transfer
 from kvloom_connector_vllm.worker import IDLE_SECONDS
 
 
@@ -304,7 +306,7 @@ def test_an_engine_whose_requests_all_wait_does_not_spin(
 ) -> None:
     one, slept = pretended(tiers=[disk(tmp_path)]), []
     worker, request = one.workers[0], FakeRequest("a", PROMPT[:])
-    monkeypatch.setattr("kvloom_connector_vllm.worker.time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr("kvloom_connector_vllm.worker.time", SimpleNamespace(sleep=slept.append, monotonic=time.monotonic))
 
     def step(*, idle: bool) -> None:
         worker.begin(one.scheduler.orders((), idle=idle))
@@ -366,3 +368,27 @@ def test_a_step_without_work_waits_a_little_for_what_is_under_way(
     worker.load(wait=False)
     worker.save()
     assert worker.finished() == {"b"}, "one step was enough"
+
+
+def test_a_step_without_work_waits_for_all_loads_of_a_request(pretended: Any) -> None:
+    """A request with several groups has a load for each; each step that finds some under way would be one more."""
+
+    class Ends(Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            self.set()
+            return True
+
+    one = pretended(tiers=[MEMORY])
+    one.serve(FakeRequest("a", PROMPT[:]), range(8))
+    request, worker = FakeRequest("b", PROMPT[:]), one.workers[0]
+    one.scheduler.load(request, [range(8, 16)], one.matched(request))
+    worker.begin(one.scheduler.orders((), idle=True))
+    worker.load(wait=False)
+    worker.save()
+    (load,) = worker._loads["b"]
+    assert load.over.wait(20)
+    loads = [Transfer(load.move, load.part) for _ in range(3)]
+    for load in loads:
+        load.over = Ends()
+    worker._loads["b"] = loads
+    assert worker.finished() == {"b"}

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import astuple
 from functools import partial
+from itertools import islice
 from threading import Event
 from typing import Any, Literal
 
@@ -156,12 +157,8 @@ class Worker:
     def finished(self) -> set[str]:
         """Requests whose loads are over since the last call, whether all came or not; none that a step waited for."""
         self._end_awaited()
-        loads = (load for loads in self._loads.values() for load in loads if not load.over.is_set())
-        under_way = next(loads, None) or next(self._saving(), None)
-        if self._idle and under_way is not None:
-            under_way.over.wait(IDLE_SECONDS)
-        elif self._idle and self._patient:
-            time.sleep(IDLE_SECONDS)
+        if self._idle:
+            self._wait_idly()
         over = [request for request, loads in self._loads.items() if all(load.over.is_set() for load in loads)]
         for request in over:
             self._loaded(request, self._loads.pop(request))
@@ -237,6 +234,16 @@ class Worker:
                 log.warning(
                     "a save was cancelled: its blocks are needed, and it was not done after %s s", FENCE_SECONDS
                 )
+
+    def _wait_idly(self) -> None:
+        """Wait up to `IDLE_SECONDS` for all loads of one request, or for a save if nothing loads."""
+        loading = (loads for loads in self._loads.values() if not all(load.over.is_set() for load in loads))
+        awaited = next(loading, None) or list(islice(self._saving(), 1))
+        until = time.monotonic() + IDLE_SECONDS
+        for transfer in awaited:
+            transfer.over.wait(max(0.0, until - time.monotonic()))
+        if self._patient and not awaited:
+            time.sleep(IDLE_SECONDS)
 
     def _saved(self, moves: Sequence[Move], orders: Orders) -> list[Transfer]:
         """The step's saves, which have not begun."""
