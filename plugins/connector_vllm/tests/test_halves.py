@@ -306,7 +306,8 @@ def test_an_engine_whose_requests_all_wait_does_not_spin(
 ) -> None:
     one, slept = pretended(tiers=[disk(tmp_path)]), []
     worker, request = one.workers[0], FakeRequest("a", PROMPT[:])
-    monkeypatch.setattr("kvloom_connector_vllm.worker.time", SimpleNamespace(sleep=slept.append, monotonic=time.monotonic))
+    clock = SimpleNamespace(sleep=slept.append, monotonic=time.monotonic)
+    monkeypatch.setattr("kvloom_connector_vllm.worker.time", clock)
 
     def step(*, idle: bool) -> None:
         worker.begin(one.scheduler.orders((), idle=idle))
