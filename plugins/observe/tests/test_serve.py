@@ -121,6 +121,7 @@ def test_an_address_of_six_is_a_name_too(
 def in_process(self: Questions, command: list[str]) -> tuple[int, str, str]:
     """A process of Python takes seconds to start."""
     assert command[:4] == [sys.executable, "-P", "-m", "kvloom"], "nothing is imported from the working directory"
+    assert not any("tenant" in word for word in command), "other users see the command"
     done = CliRunner().invoke(app(), command[4:])
     return done.exit_code, done.stdout, done.stderr
 
@@ -134,6 +135,9 @@ def test_why_was_it_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         status, told, _ = ask(page, "/why.json", "POST", body, **json_type)
         assert status == 200 and [one["verdict"] for one in told["chunks"]] == ["hit"] * 4 + ["never stored"]
         assert told["chunks"][0]["tiers"] == ["disk"] and told["leading_tokens"] == 16
+        body = json.dumps({"tokens": tokens_of(20, 39).tolist(), "salts": ["a tenant", ""]})
+        status, told, _ = ask(page, "/why.json", "POST", body, **json_type)
+        assert status == 200 and {one["verdict"] for one in told["chunks"]} == {"other salt", "never stored"}
         wrong = (json.dumps({"tokens": one}) for one in ("x", [1.5], [-1]))
         for bad in ("[", "[" * 100_000, "{}", '{"tokens": {"1": 2}}', '{"tokens": [100000000000000000000000]}', *wrong):
             status, told, _ = ask(page, "/why.json", "POST", bad, **json_type)

@@ -232,6 +232,9 @@ def test_other_salts_are_looked_under_only_if_they_are_given(tmp_path: Path) -> 
     assert verdicts(path, tokens, "--salt", "a", "--salt", "b") == ["other salt"]
     assert reasons(path, tokens, "--salt", "a", "--salt", "b") == {"stored under another salt, 'b' (in disk)"}
     assert verdicts(path, tokens, "--salt", "b") == ["hit"]
+    (salts := tmp_path / "salts.json").write_text('["a", "b"]')
+    assert verdicts(path, tokens, "--salts", str(salts)) == ["other salt"]
+    assert verdicts(path, tokens, "--salt", "b", "--salts", str(salts)) == ["hit"]
     fill(path, 1, replace(SPEC, revision="old"), salt="a")
     assert verdicts(path, tokens, "--salt", "a", "--salt", "b") == ["other salt"], "the nearer reason"
 

@@ -45,12 +45,17 @@ class Questions:
         self._executor.shutdown(cancel_futures=True)
 
     def _looked(self, tokens: list[int], salts: list[str], answered: Answered) -> Response:
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-            json.dump(tokens, file)
-            file.flush()
+        # In files, which other users cannot read, and not in the command, which they see.
+        with (
+            tempfile.NamedTemporaryFile("w", suffix=".json") as prompt,
+            tempfile.NamedTemporaryFile("w", suffix=".json") as others,
+        ):
+            for file, content in ((prompt, tokens), (others, salts)):
+                json.dump(content, file)
+                file.flush()
             command = [
-                sys.executable, "-P", "-m", "kvloom", "why", str(self._config), "--tokens", file.name,
-                "--spec", str(self._spec), "--json", *(f"--salt={salt}" for salt in salts),
+                sys.executable, "-P", "-m", "kvloom", "why", str(self._config), "--tokens", prompt.name,
+                "--spec", str(self._spec), "--json", "--salts", others.name,
             ]  # fmt: skip
             try:
                 code, out, err = self._run(command)

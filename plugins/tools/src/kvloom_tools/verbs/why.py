@@ -48,6 +48,10 @@ def add(commands: typer.Typer) -> None:
             list[str] | None,
             typer.Option(help="Salt of the prompt (default: the configuration's). Repeatable."),
         ] = None,
+        salts: Annotated[
+            Path | None,
+            typer.Option(metavar="SALTS.json", help="A JSON list of salts: other users may see a command's words."),
+        ] = None,
         verify: Annotated[bool, typer.Option("--verify", help="Read every blob and check it.")] = False,
         fingerprint: Annotated[
             str | None,
@@ -67,12 +71,12 @@ def add(commands: typer.Typer) -> None:
             return
         prompt = _prompt(tokens, text, tokenizer)
         given = None if spec is None else read_spec(spec)
+        wanted = (*(salt or ()), *(() if salts is None else _salts(salts))) or (config.salt,)
         with ExitStack() as stack:
             opened, failed = opened_ones(resolved, given, stack, made=False)
             keys = Keys(config, resolved, given) if given is not None else recorded(opened, config, resolved)[0]
             stack.callback(keys.close)
-            salts = tuple(salt) if salt else (config.salt,)
-            question = Question(keys, prompt, salts, exact=config.exact, verify=verify)
+            question = Question(keys, prompt, wanted, exact=config.exact, verify=verify)
             found = fates(opened, question, failed)
             opened = [store for store in opened if store.name not in failed]
             pieces = left_of(opened, question, found)
@@ -107,6 +111,13 @@ def _prompt(tokens: Path | None, text: Path | None, tokenizer: str | None) -> to
     if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 2**31 for item in value):
         raise ConfigError(str(tokens), "should be a JSON list of token ids")
     return torch.tensor(value, dtype=torch.int32)
+
+
+def _salts(file: Path) -> list[str]:
+    value = read_json(file)
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ConfigError(str(file), "should be a JSON list of salts")
+    return value
 
 
 # -- fingerprints ------------------------------------------------------------------------------------------------------
