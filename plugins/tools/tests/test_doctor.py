@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import stat
+import threading
 import time
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -155,6 +156,17 @@ def test_too_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "kv" / "chunks").mkdir(parents=True, exist_ok=True)
     (tmp_path / "kv" / "chunks" / "old").write_bytes(bytes(2 << 20))  # what the tier has already is room
     assert not any("lower it" in one.text for one in doctor(config)[1])
+
+
+def test_a_file_system_that_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: answers.wait(60))
+    monkeypatch.setattr(tiers, "DIRECTORY_SECONDS", 0.05)
+    try:
+        code, found = doctor(written(tmp_path, f"{{type: disk, path: {tmp_path / 'kv'}, capacity: 1MiB}}"))
+    finally:
+        answers.set()
+    assert code == 1 and any("did not answer in 0.05 s" in one.text for one in of(found, "tier", "disk"))
 
 
 def test_where_a_directory_lies(monkeypatch: pytest.MonkeyPatch) -> None:

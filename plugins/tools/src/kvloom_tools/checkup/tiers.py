@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvloom import BackendError, IncompleteListingError, KVLoomError, get_at_most, output
-from kvloom.inspection import Store, opened
+from kvloom import BackendError, DeadlineExceeded, IncompleteListingError, KVLoomError, get_at_most, output
+from kvloom.inspection import Store, at_once, opened
 from kvloom_tools.checkup.finding import Finding, note, ok, problem
 from kvloom_tools.checkup.machine import available_bytes
 from kvloom_tools.stores import for_a_try, remove_left
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 PROBE = "doctor/"
 """Prefix of the keys that are written for a test and deleted after it."""
 PROBE_BYTES = 1 << 20
+DIRECTORY_SECONDS = 60.0
+"""Time to look at a tier's directory and all that is in it: a network file system may never answer."""
 _DIRECT_TYPE = "disk"
 """The backend that moves blobs by O_DIRECT."""
 _FAR = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "lustre", "ceph", "glusterfs"}
@@ -35,13 +37,24 @@ def looked_at(resolved: Resolved) -> Iterator[Finding]:
             yield _memory(choice)
             continue
         path = getattr(choice.backend.config, "path", None)
-        try:
-            if isinstance(path, (str, Path)):
-                yield from _directory(choice, Path(path).expanduser())
-        except OSError as error:  # of a place that may not be looked at, or cannot be
-            yield problem("tier", choice.name, f"{path}: {error.strerror}")
+        if isinstance(path, (str, Path)):
+            yield from _in_time(choice, Path(path).expanduser())
         yield _tried(choice)
         yield from _listed(choice)
+
+
+def _in_time(choice: TierChoice, path: Path) -> Iterator[Finding]:
+    """`_directory`, or the problem that the file system does not answer or refuses."""
+    look = ("", lambda: list(_directory(choice, path)))
+    for _, found in at_once([look], seconds=DIRECTORY_SECONDS, threads=1):
+        if isinstance(found, list):
+            yield from found
+        elif isinstance(found, DeadlineExceeded):
+            yield problem("tier", choice.name, f"{path}: its file system did not answer in {DIRECTORY_SECONDS:g} s")
+        elif isinstance(found, OSError):  # of a place that may not be looked at, or cannot be
+            yield problem("tier", choice.name, f"{path}: {found.strerror}")
+        else:
+            raise found
 
 
 def _memory(choice: TierChoice) -> Finding:
