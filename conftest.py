@@ -185,6 +185,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: (item.path.name not in _FIRST, order[item.path], item.path))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Hardly anything becomes garbage while modules are imported: looking for it is a quarter of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """Engines of tests are many and small, and what is installed is the same for all of them."""
     if "kvloom.plugins.registry" in sys.modules:
@@ -211,6 +221,9 @@ def _read_once(installed: Callable[[], Iterator[Any]]) -> Callable[[], Iterator[
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Workers rewrite the same modules and keep them in one cache: one begins at the other end, and finds half of them.
+    if os.environ.get("PYTEST_XDIST_WORKER", "gw0")[-1] in "13579":
+        config.args.reverse()
     config.pluginmanager.register(_Counts())
     config.pluginmanager.register(_Memory())
     if UNTIL:

@@ -1,7 +1,8 @@
-"""`.ci/run`, with a `make` that does nothing; and the end of a run that TEST_UNTIL names."""
+"""`.ci/run`, with a `make` that does nothing; and what `conftest.py` does to a run: its end, and how it collects."""
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -45,11 +47,37 @@ def test_the_slow_tests_come_last_and_have_an_end(tmp_path: Path, fails: str) ->
     assert "ok, 12 tests were not begun" in done.stdout and (f"failed: {fails}" in done.stdout) == bool(fails)
 
 
-def test_no_test_begins_after_the_end() -> None:
+@pytest.fixture(scope="module")
+def conftest() -> ModuleType:
     spec = importlib.util.spec_from_file_location("root_conftest", ROOT / "conftest.py")
     assert spec is not None and spec.loader is not None
     conftest = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(conftest)
+    return conftest
+
+
+def test_no_test_begins_after_the_end(conftest: ModuleType) -> None:
     conftest._Until(time.time() + 60).pytest_runtest_setup()
     with pytest.raises(pytest.skip.Exception, match="TEST_UNTIL has passed"):
         conftest._Until(time.time() - 1).pytest_runtest_setup()
+
+
+@pytest.mark.parametrize(("worker", "order"), [("gw0", ["a", "b"]), ("gw1", ["b", "a"]), (None, ["a", "b"])])
+def test_every_other_worker_begins_at_the_other_end(
+    conftest: ModuleType, monkeypatch: pytest.MonkeyPatch, worker: str | None, order: list[str]
+) -> None:
+    if worker is None:
+        monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    else:
+        monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
+    config = SimpleNamespace(args=["a", "b"], pluginmanager=SimpleNamespace(register=lambda plugin: None))
+    conftest.pytest_configure(config)
+    assert config.args == order
+
+
+def test_collection_looks_for_no_garbage(conftest: ModuleType) -> None:
+    collecting = conftest.pytest_collection()
+    next(collecting)
+    during = gc.isenabled()
+    collecting.close()
+    assert (during, gc.isenabled()) == (False, True)

@@ -27,6 +27,7 @@ settings.load_profile("kvloom")
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+BUILTIN = tuple(entry_points(group="kvloom.v1", name="builtin"))  # read once: it opens a file of every distribution
 
 # The process keeps one thread for verbs of the main thread: it is there before tests count threads.
 SystemRuntime().uninterrupted(int)
@@ -42,7 +43,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def registry() -> Iterator[Registry]:
     mine = EntryPoint("core_support", "core_support", "kvloom.v1")
-    yield Registry.discover(entry_points=[*entry_points(group="kvloom.v1", name="builtin"), mine])
+    yield Registry.discover(entry_points=[*BUILTIN, mine])
     Shelf.shelves.clear()
     Watcher.made.clear()
     Witness.made.clear()

@@ -18,7 +18,7 @@ from pydantic import create_model
 from kvloom import Config, Observer, PluginError, Registry, StorageBackend, hookimpl
 from kvloom.config import ComponentBlock, StoredBlock
 from kvloom.config.blocks import BlendBlock, SerializerBlock
-from kvloom.plugins import hookspecs, installing
+from kvloom.plugins import hookspecs, installing, plugin
 from kvloom.plugins.kinds import KINDS
 
 Install = Callable[..., EntryPoint]
@@ -59,6 +59,14 @@ def discover(*entries: EntryPoint, **choice: Any) -> Registry:
 def test_every_kind_has_a_hook_and_every_hook_a_kind() -> None:
     specified = {name for name in vars(hookspecs) if name.startswith("kvloom_")}
     assert {kind.hook for kind in KINDS.values()} == specified - {"kvloom_add_commands"}
+
+
+def test_hooks_are_read_once_for_all_plugins(install: Install) -> None:
+    discover(install("one"))
+    before = plugin._spec_of.cache_info()
+    discover(install("another"))
+    after = plugin._spec_of.cache_info()
+    assert after.misses == before.misses and after.hits > before.hits
 
 
 def test_the_keys_that_plugins_may_not_use_are_those_that_the_core_reads() -> None:

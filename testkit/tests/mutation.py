@@ -1,4 +1,4 @@
-"""Run many components against chosen requirements in a few pytest sessions, and say what became of each."""
+"""Run many components against chosen requirements in a pytest session that forks, and say what became of each."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-SESSIONS = 2
-"""At once: some components keep their session waiting, and each takes seconds to start."""
+SHARES = 2
+"""Run at once, since some components keep others waiting; forked once all are imported, which takes seconds."""
 _SECONDS = 900
 
 Wanted = list[tuple[str, str, str, str, list[str], bool]]
@@ -18,9 +17,12 @@ Wanted = list[tuple[str, str, str, str, list[str], bool]]
 Settings = dict[str, dict[str, object]]
 
 MODULE = """
-import importlib, json, os
+import functools, importlib.metadata, json, os
 import pytest
 from kvloom_testkit import subjects
+
+# Read once and not for each component: it opens a file of every distribution.
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 
 WANTED = json.loads(os.environ["KIT_WANTED"])
 
@@ -36,12 +38,15 @@ for label, module, name, kind, *_ in WANTED:
 """
 
 REPORT = """
-import gc, json, os
+import gc, json, os, sys
 from kvloom_testkit import effort
 from kvloom_testkit.requirements import requirement_id
 
 seen = {}
 wanted = {label: (ids, brief) for label, *_, ids, brief in json.loads(os.environ["KIT_WANTED"])}
+shares = int(os.environ["KIT_SHARES"])
+mine = 0
+forks = []
 
 
 def pytest_pycollect_makeitem(collector, name, obj):
@@ -49,9 +54,20 @@ def pytest_pycollect_makeitem(collector, name, obj):
         return []  # most of them: none is even made
 
 
-def pytest_collection_finish():
+def pytest_collection_finish(session):
+    global mine
     gc.collect()
     gc.freeze()  # else requirements that collect go through all that was imported
+    sys.stdout.flush()
+    for share in range(1, shares):
+        fork = os.fork()
+        if fork == 0:
+            mine = share
+            forks.clear()
+            break
+        forks.append(fork)
+    labels = set(list(wanted)[mine::shares])
+    session.items[:] = [item for item in session.items if item.cls.__name__ in labels]
 
 
 def pytest_runtest_setup(item):
@@ -72,22 +88,15 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_sessionfinish(session):
-    with open(os.environ["KIT_REPORT"], "w") as file:
+    with open(os.path.join(os.environ["KIT_REPORTS"], f"report-{mine}.json"), "w") as file:
         json.dump(seen, file)
+    for fork in forks:
+        os.waitpid(fork, 0)
 """
 
 
 def run(where: Path, wanted: Wanted, settings: Settings) -> dict[str, tuple[str, str]]:
     """By `label::id`: outcome and what was said."""
-    shares = [wanted[number::SESSIONS] for number in range(SESSIONS)]
-    with ThreadPoolExecutor(SESSIONS) as sessions:
-        seen = sessions.map(lambda each: _session(where / str(each[0]), each[1], settings), enumerate(shares))
-        return {key: found for one in seen for key, found in one.items()}
-
-
-def _session(where: Path, wanted: Wanted, settings: Settings) -> dict[str, tuple[str, str]]:
-    if not wanted:
-        return {}
     where.mkdir(parents=True, exist_ok=True)
     (where / "test_wanted.py").write_text(MODULE)
     (where / "conftest.py").write_text(REPORT)
@@ -97,11 +106,13 @@ def _session(where: Path, wanted: Wanted, settings: Settings) -> dict[str, tuple
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # some take long to import
         "KIT_WANTED": json.dumps(wanted),
         "KIT_SETTINGS": json.dumps(settings),
-        "KIT_REPORT": str(where / "report.json"),
+        "KIT_SHARES": str(SHARES),
+        "KIT_REPORTS": str(where),
     }
     plugins = [each for name in ("no:cacheprovider", "no:logging", "kvloom_testkit") for each in ("-p", name)]
-    command = [sys.executable, "-m", "pytest", "-q", *plugins, "--tb=short", str(where)]
+    # Forks would share a file that catches output. A traceback of pytest's own parses the sources of all its frames.
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, "--capture=sys", "--tb=native", str(where)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False)
-    assert (where / "report.json").exists(), done.stdout + done.stderr
-    seen: dict[str, tuple[str, str]] = json.loads((where / "report.json").read_text())
-    return seen
+    reports = [where / f"report-{share}.json" for share in range(SHARES)]
+    assert all(report.exists() for report in reports), done.stdout + done.stderr
+    return {key: tuple(found) for report in reports for key, found in json.loads(report.read_text()).items()}

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvloom import Buffer, Buffers, StorageBackend
+from kvloom import Buffer, Buffers, KVSpec, StorageBackend
 from kvloom_testkit import BackendConformance, effort
+from kvloom_testkit.backends import deaths, programs
 from kvloom_testkit.backends.base import Raw
 from kvloom_testkit.reference.backend import DirectoryBackend
 from kvloom_testkit.reference.complete_backend import CompleteDirectoryBackend
@@ -77,3 +78,19 @@ class TestBackwards(BackendConformance):
     )
     def test_B34_put_and_get_do_not_hide_faults_of_each_other(self) -> None:  # type: ignore[override]
         """The kit's own test runs."""
+
+
+class Importing(DirectoryBackend):
+    """Imports something as late as it is opened."""
+
+    def __init__(self, config: DirectoryBackend.Config, spec: KVSpec | None = None) -> None:
+        import colorsys  # noqa: F401
+
+        super().__init__(config, spec)
+
+
+def test_forks_of_a_program_find_imported_what_opening_imports(tmp_path: Path) -> None:
+    backend = Importing(Importing.Config(path=tmp_path))
+    looks = "print('colorsys' in sys.modules)\n"
+    program = f"{deaths.CHILDREN}{looks}import_what_opening_imports()\n{looks}"
+    assert programs.run(program, backend, []).split() == ["False", "True"]

@@ -6,6 +6,7 @@ configuration names.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -43,6 +44,19 @@ class PluginStatus:
     """(kind, type) of every class that can be used; a broken plugin keeps those of its hooks that work."""
 
 
+@functools.cache
+def _spec_of(name: str) -> Any:
+    """The options of a hook as pluggy reads them; None for other names of the module of hooks."""
+    return pluggy.PluginManager("kvloom").parse_hookspec_opts(hookspecs, name)
+
+
+class _Manager(pluggy.PluginManager):
+    """Reads the hooks once for all plugins, which takes most of the time of a discovery."""
+
+    def parse_hookspec_opts(self, module_or_class: object, name: str) -> Any:
+        return _spec_of(name)
+
+
 class Plugin:
     """One entry point: its state and, once asked for, what each of its hooks returned."""
 
@@ -72,7 +86,7 @@ class Plugin:
             self.reason = f"written for {self.entry.group}; this kvloom speaks {API}"
             return
         # A manager of its own: whatever a plugin does to it, no other plugin sees.
-        manager = pluggy.PluginManager("kvloom")
+        manager = _Manager("kvloom")
         manager.add_hookspecs(hookspecs)
         try:
             module = self.entry.load()

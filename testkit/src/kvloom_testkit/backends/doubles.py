@@ -6,6 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from kvloom import BackendError, Buffer, Buffers, StorageBackend
 
+_OPPOSITE = bytes(range(255, -1, -1))
+"""For `bytes.translate`: the inverse of each byte."""
+
 
 class RecordingSink:
     """A sink that records how it is used: memory with the inverse of the expected bytes, until they have arrived."""
@@ -29,7 +32,7 @@ class RecordingSink:
             raise self.refusal
         data = bytearray(num_bytes)
         if self.expected is not None:
-            data[:] = bytes(255 - byte for byte in self.expected[:num_bytes].ljust(num_bytes, b"\0"))
+            data[:] = self.expected[:num_bytes].ljust(num_bytes, b"\0").translate(_OPPOSITE)
         self.memory = memoryview(data)
         return self.memory
 

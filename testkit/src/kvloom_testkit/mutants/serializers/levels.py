@@ -10,7 +10,8 @@ from kvloom_testkit.reference.serializer import RowsSerializer
 
 
 def xored(blob: Buffers, mask: int) -> list[bytes]:
-    return [bytes(byte ^ mask for byte in bytes(buffer)) for buffer in blob]
+    table = bytes(byte ^ mask for byte in range(256))
+    return [bytes(buffer).translate(table) for buffer in blob]
 
 
 class LevelConfig(Config):
