@@ -308,6 +308,7 @@ def test_an_engine_whose_requests_all_wait_does_not_spin(
     worker, request = one.workers[0], FakeRequest("a", PROMPT[:])
     clock = SimpleNamespace(sleep=slept.append, monotonic=time.monotonic)
     monkeypatch.setattr("kvloom_connector_vllm.worker.time", clock)
+    monkeypatch.setattr("kvloom_connector_vllm.scheduling.scheduler.time", SimpleNamespace(monotonic=lambda: 100.0))
 
     def step(*, idle: bool) -> None:
         worker.begin(one.scheduler.orders((), idle=idle))
@@ -318,6 +319,7 @@ def test_an_engine_whose_requests_all_wait_does_not_spin(
     assert one.scheduler.matched(request, NOBODY, 0, patience=20) is None
     step(idle=False)
     assert not slept, "others compute"
+    one.scheduler._lookups["a"].asked.result(20)
     assert one.scheduler.matched(request, NOBODY, 0, patience=20) is None
     step(idle=True)
     assert slept == [IDLE_SECONDS]
