@@ -33,7 +33,7 @@ def fill(path: Path, chunks: int) -> str:
 
 def test_blobs_headers_records_and_evictions(resolved: inspection.Resolved, tmp_path: Path) -> None:
     fingerprint = fill(tmp_path, 2)
-    with inspection.stores(resolved, made=False) as (store,):
+    with inspection.opened(*inspection.stored(resolved), made=False) as store:
         keys = [str(key) for key, entry in store.blobs() if entry.bytes]
         assert len(keys) == 2 and all(key.startswith(f"{fingerprint}/-/") for key in keys)
         header = store.ask(lambda: store.header(keys[0]))
@@ -53,12 +53,13 @@ def test_blobs_headers_records_and_evictions(resolved: inspection.Resolved, tmp_
 
 
 def test_errors_name_the_tier(resolved: inspection.Resolved, tmp_path: Path) -> None:
-    with inspection.stores(resolved) as (store,), pytest.raises(BackendError, match="tier disk: ZeroDivisionError"):
+    (choice,) = inspection.stored(resolved)
+    with inspection.opened(choice) as store, pytest.raises(BackendError, match="tier disk: ZeroDivisionError"):
         store.ask(lambda: 1 // 0)
     with pytest.raises(ConfigError, match="no stored tier is called 'ram'; there are: disk"):
         inspection.stored(resolved, "ram")
     tmp_path.rename(tmp_path.with_name("elsewhere"))
-    with pytest.raises(ConfigError, match="nothing was stored there yet"), inspection.stores(resolved, made=False):
+    with pytest.raises(ConfigError, match="nothing was stored there yet"), inspection.opened(choice, made=False):
         pass
 
 

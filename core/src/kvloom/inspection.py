@@ -1,8 +1,8 @@
 """Look into the stored tiers of a configuration, beside the engines that use them: the public API for tools.
 
     resolved = kvloom.check_config(kvloom.EngineConfig.from_file("engine.yaml"))
-    with inspection.stores(resolved) as opened:
-        for store in opened:
+    for choice in inspection.stored(resolved):
+        with inspection.opened(choice) as store:
             print(store.name, sum(entry.bytes for _, entry in store.blobs()))
 
 Every call of a backend ends with the tier's deadline, and every read has a bound. No torch is imported, unless a
@@ -15,7 +15,7 @@ import contextlib
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -56,7 +56,6 @@ __all__ = [
     "pool_bytes",
     "stored",
     "stored_bytes",
-    "stores",
 ]
 
 T = TypeVar("T")
@@ -214,13 +213,6 @@ def _workers(choice: TierChoice, threads: int) -> Iterator[Workers]:
         yield workers
     finally:
         workers.close(0.0)
-
-
-@contextmanager
-def stores(resolved: Resolved, spec: KVSpec | None = None, *, made: bool = True) -> Iterator[list[Store]]:
-    """Open the stored tiers, in order. Raises as `stored` and `opened` do."""
-    with ExitStack() as stack:
-        yield [stack.enter_context(opened(one, spec, made=made)) for one in stored(resolved)]
 
 
 def stored(resolved: Resolved, only: str | None = None) -> list[TierChoice]:

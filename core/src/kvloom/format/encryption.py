@@ -88,10 +88,10 @@ class Protection:
     def __repr__(self) -> str:
         return f"Protection({self.mode!r}, {len(self._keys)} keys)"
 
-    def begin(self, *, alone: bool = True) -> BlobKey:
-        """For a new blob. alone: it is written before this thread encrypts the next one."""
+    def begin(self, *, reuse: bool = False) -> BlobKey:
+        """For a new blob. reuse: it is encrypted into memory that this thread's next blob with `reuse` overwrites."""
         flags = SIGNED if self.mode == "sign" else SIGNED | ENCRYPTED
-        return self._derived(flags, self._current, os.urandom(NONCE_BYTES), self._room if alone else _fresh_room)
+        return self._derived(flags, self._current, os.urandom(NONCE_BYTES), self._room if reuse else _fresh_room)
 
     def open(self, flags: int, key_id: bytes, nonce: bytes) -> BlobKey:
         """For a blob that says this of itself. Raises UnreadableBlobError if none of the keys is that one."""
@@ -147,7 +147,7 @@ class BlobKey:
     def sealed(self, views: Sequence[memoryview]) -> tuple[list[memoryview], list[bytes]]:
         """The buffers as they are stored, and a tag for each.
 
-        Encrypted buffers are page-aligned copies, valid until this thread encrypts the next blob that is `alone`.
+        Encrypted buffers are page-aligned copies, valid as long as `begin` says.
         """
         if not self.encrypted:
             return list(views), [self._tag(number, view) for number, view in enumerate(views)]

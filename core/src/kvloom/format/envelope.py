@@ -128,11 +128,11 @@ class _Checksum:
 
 def seal(
     description: Description, buffers: Sequence[Buffer], protection: Protection | None = None, *,
-    max_buffers: int = MAX_BUFFERS, alone: bool = True,
+    max_buffers: int = MAX_BUFFERS, reuse: bool = False,
 ) -> Buffers:  # fmt: skip
     """The framed blob: a page-aligned header, then `buffers` as they are: nothing is copied.
 
-    Of a blob that is encrypted they are copies, good until this thread seals the next one with `alone`. Raises
+    Of a blob that is encrypted they are copies; with `reuse` only until this thread seals the next one with it. Raises
     ValueError if no reader would take the header: see `MAX_DESCRIPTION_BYTES`, `MAX_BRACKETS` and `MAX_BUFFERS`.
     """
     views = [memoryview(buffer).cast("B") for buffer in buffers]
@@ -141,7 +141,7 @@ def seal(
         raise ValueError(f"serializer {description.serializer}: its params make the header too long")
     if len(views) > max_buffers:
         raise ValueError(f"serializer {description.serializer}: {len(views)} buffers; a blob has at most {max_buffers}")
-    blob_key = None if protection is None else protection.begin(alone=alone)
+    blob_key = None if protection is None else protection.begin(reuse=reuse)
     if blob_key is None:
         digests = [xxhash.xxh3_128_digest(view) for view in views]
         version, flags, key_id, nonce = PLAIN_VERSION, 0, bytes(16), bytes(NONCE_BYTES)

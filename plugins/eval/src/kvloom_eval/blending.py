@@ -45,10 +45,11 @@ class Blended:
 
 def check(words: Sequence[str]) -> None:
     """Raise KVLoomError for a word that names no executor, or a share that it does not take."""
+    registry = Registry.discover()
     for word in words:
         try:
             for _, executor, settings in _settings(word):
-                Registry.discover().settings("blend executor", executor)(**settings)
+                registry.settings("blend executor", executor)(**settings)
         except ValidationError as error:
             raise _refusal(word, error.errors()[0]["msg"]) from None
         except (PluginError, ValueError) as error:
@@ -117,7 +118,7 @@ class Blender:
 
 
 def _settings(word: str) -> Iterator[tuple[str, str, dict[str, float]]]:
-    """Of each executor that a word stands for: its name in the tables, its type and its settings."""
+    """The executors that a word stands for, each as its name in the tables, its type and its settings."""
     executor, slash, ratio = word.partition("/")
     if executor in ("none", "full"):
         yield executor, executor, {}

@@ -35,7 +35,7 @@ def remove_left(store: Store, prefix: str) -> None:
         store.ask(lambda: store.backend.delete_many(old))
 
 
-def opened_ones(
+def reachable(
     resolved: Resolved, spec: KVSpec | None, stack: ExitStack, *, made: bool = True
 ) -> tuple[list[Store], dict[str, KVLoomError]]:
     """The stored tiers that can be opened and answer, in order, and by name the errors of the others.

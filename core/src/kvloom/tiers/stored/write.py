@@ -153,7 +153,7 @@ class BlobWriter:
                 continue
             began = write.record.now()
             try:
-                framed = tamed(partial(self._framed, write.key, write.loaded, alone=len(writes) == 1))
+                framed = tamed(partial(self._framed, write.key, write.loaded, reuse=len(writes) == 1))
             except Exception as error:
                 fail(number, error)
                 continue
@@ -167,7 +167,7 @@ class BlobWriter:
                 blobs.append(_Blob(number, write, framed, nbytes, victims))
         return blobs
 
-    def _framed(self, key: ChunkKey, loaded: Loaded, *, alone: bool) -> Buffers:
+    def _framed(self, key: ChunkKey, loaded: Loaded, *, reuse: bool) -> Buffers:
         chunk, serializer = loaded.chunk, self._serializer
         description = envelope.Description(
             str(key),
@@ -181,7 +181,7 @@ class BlobWriter:
             int(loaded.written),
             chunk.start,
         )
-        return envelope.seal(description, serializer.encode(chunk), self._protection, alone=alone)
+        return envelope.seal(description, serializer.encode(chunk), self._protection, reuse=reuse)
 
     # -- putting -------------------------------------------------------------------------------------------------------
 

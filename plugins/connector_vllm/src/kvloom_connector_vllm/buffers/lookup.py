@@ -169,7 +169,7 @@ class KVLookupBuffer(BufferOnBackend, vllm_base("KVLookupBufferBase")):  # type:
         return [id for _, _, id in sorted(found)]
 
     def _ids(self, part: str) -> list[str]:
-        """As far as they can be listed: what cannot be read keeps nobody from the rest."""
+        """The entries that can be listed: what cannot be read keeps nobody from the rest."""
         above = f"{self._name}/{part}/"
         found: list[str] = []
         try:

@@ -71,12 +71,12 @@ def add(commands: typer.Typer) -> None:
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ) -> None:
         """Say which tiers hold prompts, and copy them into a faster one. Exit status 1 if something cannot be read."""
-        from kvloom_tools.stores import opened_ones, say_left_out
+        from kvloom_tools.stores import reachable, say_left_out
 
         settings, resolved = load(config)
         prompts = _prompts(file, text, tokenizer)
         with ExitStack() as stack:
-            opened, failed = opened_ones(resolved, None, stack, made=into is not None)
+            opened, failed = reachable(resolved, None, stack, made=into is not None)
             target = None if into is None else _target(opened, resolved, into, failed)
             keyings = _keyings(prompts, opened, settings, resolved, spec=spec, model=model)
             for keys in keyings:

@@ -18,7 +18,7 @@ import typer
 from kvloom import ConfigError, output
 from kvloom_tools.configuration import File, load
 from kvloom_tools.model import Keys, read_json, read_spec, recorded, tokenized
-from kvloom_tools.stores import opened_ones, say_left_out
+from kvloom_tools.stores import reachable, say_left_out
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,7 @@ def add(commands: typer.Typer) -> None:
         config, resolved = load(file)
         if fingerprint is not None:
             with ExitStack() as stack:
-                opened, failed = opened_ones(resolved, None, stack, made=False)
+                opened, failed = reachable(resolved, None, stack, made=False)
                 say_left_out(failed)
                 _print_differences(opened, fingerprint)
             return
@@ -73,7 +73,7 @@ def add(commands: typer.Typer) -> None:
         given = None if spec is None else read_spec(spec)
         wanted = (*(salt or ()), *(() if salts is None else _salts(salts))) or (config.salt,)
         with ExitStack() as stack:
-            opened, failed = opened_ones(resolved, given, stack, made=False)
+            opened, failed = reachable(resolved, given, stack, made=False)
             keys = Keys(config, resolved, given) if given is not None else recorded(opened, config, resolved)[0]
             stack.callback(keys.close)
             question = Question(keys, prompt, wanted, exact=config.exact, verify=verify)
