@@ -27,8 +27,10 @@ KIT = Path(__file__).resolve().parent.parent / "testkit" / "src"
 REFERENCES = Path("kvloom_testkit", "reference")
 SECONDS = 60.0
 """Time limit for all requirements on one mutant."""
-TEST_SECONDS = 15.0
-"""Time limit for one: the kit's own limit is for slow stores, and every mutant that hangs takes as long."""
+CORRECT_SECONDS = 600.0
+"""The same on the correct component, which nothing is proven by if it is only slow."""
+TEST_SHARE = 1 / 4
+"""Of that, for one requirement: the kit's own limit is for slow stores, and every mutant that hangs takes as long."""
 TEST_FEWEST_SECONDS = 2.0
 """Time limit for one that is known to take next to no time."""
 QUICK_SECONDS = 0.3
@@ -118,8 +120,8 @@ def components_of(reference: str) -> list[str]:
 
 
 def serve() -> None:
-    """In a process of its own: for each line, a reference, its new source, a class of it and how long a requirement may
-    take, which one fails.
+    """In a process of its own: for each line, a reference, its new source, a class of it, how long all requirements may
+    take and how long those take that are tried, which one fails.
 
     What takes long is imported once. Each mutant is tried in a fork, so that nothing of it is left; its source is
     written too, because some requirements start fresh processes.
@@ -140,18 +142,18 @@ def serve() -> None:
     gc.freeze()  # else each fork goes through, and copies, all that was imported
     durations: dict[str, float] = {}
     for line in sys.stdin:
-        reference, source, name, longest = json.loads(line)
+        reference, source, name, seconds, longest = json.loads(line)
         file = folder / "src" / REFERENCES / f"{reference}.py"
         original = file.read_text()
         file.write_text(source)
-        print(json.dumps(_in_a_fork(reference, name, durations, longest)), flush=True)
+        print(json.dumps(_in_a_fork(reference, name, durations, seconds, longest)), flush=True)
         file.write_text(original)
 
 
-def _in_a_fork(reference: str, name: str, durations: dict[str, float], longest: float) -> str:
+def _in_a_fork(reference: str, name: str, durations: dict[str, float], seconds: float, longest: float) -> str:
     """The requirement that fails first, or another failure; empty if none.
 
-    longest: requirements that take longer on the correct component are left out.
+    seconds: the limit. longest: requirements that take longer on the correct component are left out.
     """
     reading, writing = os.pipe()
     child = os.fork()
@@ -163,14 +165,14 @@ def _in_a_fork(reference: str, name: str, durations: dict[str, float], longest: 
             os.dup2(nothing, number)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         try:
-            said = _check(reference, name, durations, longest)
+            said = _check(reference, name, durations, seconds, longest)
         except BaseException as error:
             said = f"raises {type(error).__name__}"
         os.write(writing, json.dumps([said, durations]).encode() + b"\n")
         os._exit(0)
     os.close(writing)
     with open(reading) as answers:
-        ready, _, _ = select.select([answers], [], [], SECONDS)
+        ready, _, _ = select.select([answers], [], [], seconds)
         answer = answers.readline() if ready else json.dumps(["hangs", {}])
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -179,7 +181,7 @@ def _in_a_fork(reference: str, name: str, durations: dict[str, float], longest: 
     return str(said)
 
 
-def _check(reference: str, name: str, durations: dict[str, float], longest: float) -> str:
+def _check(reference: str, name: str, durations: dict[str, float], seconds: float, longest: float) -> str:
     from importlib import import_module
 
     import pytest
@@ -201,8 +203,8 @@ def _check(reference: str, name: str, durations: dict[str, float], longest: floa
 
         @pytest.hookimpl(tryfirst=True)
         def pytest_runtest_setup(self, item: pytest.Item) -> None:
-            usual = durations.get(item.name, TEST_SECONDS)
-            item.config.option.kvloom_seconds = min(TEST_SECONDS, TEST_FEWEST_SECONDS + 10 * usual)
+            usual = durations.get(item.name, seconds)
+            item.config.option.kvloom_seconds = min(seconds * TEST_SHARE, TEST_FEWEST_SECONDS + 10 * usual)
 
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
             name = report.nodeid.rsplit("::", 1)[-1]
@@ -237,15 +239,19 @@ class Server:
             command, cwd=folder, env=path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def caught(self, mutant: Mutant, *, longest: float = SECONDS) -> str:
-        """By what; empty if it survives. longest: it is not tried on requirements that take longer."""
+    def caught(self, mutant: Mutant, *, seconds: float = SECONDS, longest: float = SECONDS) -> str:
+        """By what; empty if it survives.
+
+        seconds: the limit. longest: it is not tried on requirements that take longer.
+        """
         assert self._process.stdin is not None and self._process.stdout is not None
         if mutant.reference not in self._whole:  # what is caught without a change proves nothing
             self._whole.add(mutant.reference)
-            said = self.caught(replace(mutant, source=(KIT / REFERENCES / f"{mutant.reference}.py").read_text()))
+            correct = replace(mutant, source=(KIT / REFERENCES / f"{mutant.reference}.py").read_text())
+            said = self.caught(correct, seconds=CORRECT_SECONDS)
             assert not said, f"{mutant.reference} fails without any change: {said}"
         for name in components_of(mutant.reference):
-            self._process.stdin.write(json.dumps([mutant.reference, mutant.source, name, longest]) + "\n")
+            self._process.stdin.write(json.dumps([mutant.reference, mutant.source, name, seconds, longest]) + "\n")
             self._process.stdin.flush()
             said = str(json.loads(self._process.stdout.readline()))
             if said:

@@ -90,8 +90,11 @@ def check(name: str) -> list[dict[str, str]]:
 
 
 def _brief(reason: str) -> str:
-    """The first line, without the paths of this machine."""
-    return re.sub(r"/[\w./+-]+/", ".../", (reason.splitlines() or [""])[0])[:200]
+    """The first line, and the last where the first one announces it, without the paths of this machine."""
+    first, *rest = reason.strip().splitlines() or [""]
+    if first.endswith(":") and rest:
+        first = f"{first} {rest[-1].strip()}"
+    return re.sub(r"/[\w./+-]+/", ".../", first)[:200]
 
 
 def run(name: str) -> dict[str, Any]:

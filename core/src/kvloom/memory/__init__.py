@@ -1,8 +1,7 @@
 """The pool: page-aligned host or device memory that is reserved, filled, sealed and leased."""
 
 from kvloom.memory.mapped import MappedLease, MappedMemory, Mappings, intact, lease_mapped
-from kvloom.memory.origin import Origin, caller
-from kvloom.memory.pool import Block, Lease, Pool, Reservation, lease_all, pages_of
+from kvloom.memory.pool import Block, Lease, Origin, Pool, Reservation, caller, lease_all, pages_of
 
 __all__ = [
     "Block", "Lease", "MappedLease", "MappedMemory", "Mappings", "Origin", "Pool", "Reservation", "caller", "intact",
