@@ -93,7 +93,7 @@ def _subject(
     context: int,
     count: int,
 ) -> Subject:
-    files = list(standard_library())
+    files = [(path.read_text(errors="replace"), kept) for path, kept in standard_library()]
     held = [token for text, kept in files if kept for token in (end, *tokens(text))]
     seen = [token for text, kept in files[::7] if not kept for token in (end, *tokens(text))]
     windows = spread(held, context + CONTINUATION, count)

@@ -12,6 +12,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from kvloom_eval import text  # noqa: E402 - it needs transformers
+
 WEIGHTS = Path(__file__).parents[3] / "evals" / "pylm" / "weights"
 """A tokenizer."""
 
@@ -40,6 +42,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def little_text() -> Iterator[None]:
+    """Windows of eight files, since to split all that a Python has into tokens takes seconds."""
+    files = text._files
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "_files", lambda *, held_out: files(held_out=held_out)[:8])
+        yield
 
 
 def llama(vocabulary: int, longest: int = 1024) -> Any:

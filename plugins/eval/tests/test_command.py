@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from kvloom import KVLoomError
 from kvloom_eval import command, models, running
 from kvloom_eval.command import evaluate
-from kvloom_eval.scores import statistics
+from kvloom_eval.scores import report, statistics
 from kvloom_serde_cachegen import Profile
 
 
@@ -42,6 +42,12 @@ def refused(*words: object) -> str:
 def able(monkeypatch: pytest.MonkeyPatch) -> None:
     """The small model counts as able to do the tasks, which a random one is not."""
     monkeypatch.setattr(statistics, "dropped", lambda exact, without, chance: "")
+
+
+@pytest.fixture
+def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "draw_codecs", lambda results, file: None)
+    monkeypatch.setattr(report, "draw_blending", lambda results, file: None)
 
 
 def test_what_a_model_cannot_do_is_left_out_with_the_reason(folder: Path, tmp_path: Path) -> None:
@@ -76,7 +82,7 @@ def test_codecs_and_executors_are_measured_once(folder: Path, tmp_path: Path) ->
     assert json.loads(again.stdout) == made
 
 
-@pytest.mark.usefixtures("able")
+@pytest.mark.usefixtures("able", "without_charts")
 def test_an_interrupted_run_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("--tasks", "needle,recall", "--codec", "int4")
     assert small(folder, tmp_path / "whole", *words).exit_code == 0
@@ -100,7 +106,7 @@ def test_an_interrupted_run_goes_on(folder: Path, tmp_path: Path, monkeypatch: p
     assert sorted(whole.splitlines()) == sorted(parts.splitlines())
 
 
-@pytest.mark.usefixtures("able")
+@pytest.mark.usefixtures("able", "without_charts")
 def test_rows_with_another_profile_are_not_taken(folder: Path, tmp_path: Path) -> None:
     words = ("--tasks", "key-value,text", "--codec", "int8,default+profile", "--quick")
     assert small(folder, tmp_path, *words).exit_code == 0
@@ -123,7 +129,7 @@ def test_rows_with_another_profile_are_not_taken(folder: Path, tmp_path: Path) -
         assert isinstance(found.exception, KVLoomError) and why in str(found.exception)
 
 
-@pytest.mark.usefixtures("able")
+@pytest.mark.usefixtures("able", "without_charts")
 def test_a_blended_item_that_was_cut_off_is_made_whole(folder: Path, tmp_path: Path) -> None:
     words = ("--tasks", "multi-needle", "--codec", "none", "--blend", "none,none", "--context", 600)
     assert small(folder, tmp_path, *words).exit_code == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import random
 import re
 import sysconfig
@@ -38,13 +39,21 @@ class Function:
 NAME = "function_name"
 
 
-def standard_library() -> Iterator[tuple[str, bool]]:
-    """Each file's text, and whether models of this repository were kept from seeing it."""
+@cache
+def standard_library() -> tuple[tuple[Path, bool], ...]:
+    """Each file of source, and whether models of this repository were kept from seeing it."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
-        if not LEFT_OUT & set(name.parts) and not name.name.startswith("_sysconfigdata"):
-            yield path.read_text(errors="replace"), zlib.crc32(str(name).encode()) % 20 == 0
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = set(folders) - LEFT_OUT
+        for file in files:
+            if file.endswith(".py") and file not in LEFT_OUT and not file.startswith("_sysconfigdata"):
+                found.append(Path(folder, file))
+    return tuple((path, zlib.crc32(str(path.relative_to(root)).encode()) % 20 == 0) for path in sorted(found))
+
+
+def _source(path: Path) -> str:
+    return path.read_text(errors="replace")
 
 
 @cache
@@ -68,8 +77,8 @@ def paragraphs() -> tuple[str, ...]:
 def functions() -> tuple[Function, ...]:
     """Functions with a summary that does not name them, without duplicates."""
     found = {}
-    for text, _ in list(standard_library())[::3]:
-        for node in ast.walk(ast.parse(text)):
+    for path, _ in standard_library()[::3]:
+        for node in ast.walk(ast.parse(_source(path))):
             if isinstance(node, ast.FunctionDef) and (made := _function(node)):
                 found[made.summary] = made
     return tuple(found.values())
@@ -98,12 +107,16 @@ def calibration_windows(tokenizer: PreTrainedTokenizerBase, *, length: int, most
     return spread(_tokens(tokenizer, held_out=False), length, most)
 
 
+def _files(*, held_out: bool) -> list[Path]:
+    paths = [path for path, held in standard_library() if held is held_out]
+    return paths if held_out else paths[::7]
+
+
 def _tokens(tokenizer: PreTrainedTokenizerBase, *, held_out: bool) -> list[int]:
-    texts = [text for text, held in standard_library() if held is held_out]
     return [
         token
-        for text in (texts if held_out else texts[::7])
-        for token in tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        for path in _files(held_out=held_out)
+        for token in tokenizer(_source(path), add_special_tokens=False, verbose=False).input_ids
     ]
 
 
