@@ -35,6 +35,10 @@ class Cancellation:
         if give_up is not None:
             give_up()
 
+    def stop(self) -> None:
+        """Stop before the next copy, without waiting for the one under way."""
+        self._cancelled = True
+
     def on_cancel(self, give_up: Callable[[], None]) -> None:
         """Have `give_up` called when this is cancelled; now, if it was already."""
         self._give_up = give_up
