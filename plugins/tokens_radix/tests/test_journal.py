@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from radix_support import cuts, ends, journals, learnt, prompts, radix, tokens_of
 
+from kvloom import BackendError
 from kvloom_tokens_radix import journal as journal_module
 from kvloom_tokens_radix import slots
 from kvloom_tokens_radix.cutting import Rules
@@ -294,6 +295,17 @@ def test_a_lock_that_is_removed_at_this_moment_is_not_held(tmp_path: Path, monke
     one.release()
     other.release()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_call_that_is_late_takes_no_file_again(tmp_path: Path) -> None:
+    database = radix(path=tmp_path)
+    database.learn(tokens_of(100))
+    database.close()
+    before = sorted(tmp_path.iterdir()), threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for verb in (database.learn, database.segments):
+        with pytest.raises(BackendError, match="closed"):
+            verb(tokens_of(200))
+    assert (sorted(tmp_path.iterdir()), threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 
 
 def test_a_forked_child_neither_frees_a_slot_nor_keeps_it(tmp_path: Path) -> None:

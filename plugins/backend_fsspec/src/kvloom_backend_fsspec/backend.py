@@ -47,14 +47,22 @@ class FsspecBackend(StorageBackend):
         self._settings = config
         self._clients: dict[int, ObjectStore] = {}
         self._pools: dict[int, ThreadPoolExecutor] = {}
+        self._closed = False
         self._store()  # settings that cannot work are said at start; nothing is asked of the store yet
 
     def _store(self) -> ObjectStore:
-        """This process's client: one from before a fork is the parent's."""
+        """This process's client: one from before a fork is the parent's. Raises BackendError once this is closed."""
         pid = os.getpid()
-        if pid not in self._clients:
-            return self._clients.setdefault(pid, _open_store(self._settings))
-        return self._clients[pid]
+        client = self._clients.get(pid)
+        if client is None:
+            self._check_open()
+            client = self._clients.setdefault(pid, _open_store(self._settings))
+        return client
+
+    def _check_open(self) -> None:
+        """Raise BackendError for a call that is late: it would open connections and threads that nothing closes."""
+        if self._closed:
+            raise BackendError("closed")
 
     def identity(self) -> str | None:
         place, options = self._settings.place, self._settings.options
@@ -157,12 +165,15 @@ class FsspecBackend(StorageBackend):
 
     def _pool(self) -> ThreadPoolExecutor:
         pid = os.getpid()
-        if pid not in self._pools:
+        pool = self._pools.get(pid)
+        if pool is None:
+            self._check_open()
             made = ThreadPoolExecutor(self._settings.threads, thread_name_prefix="kvloom-fsspec")
-            return self._pools.setdefault(pid, made)
-        return self._pools[pid]
+            pool = self._pools.setdefault(pid, made)
+        return pool
 
     def close(self) -> None:
+        self._closed = True
         pid = os.getpid()
         pool, client = self._pools.pop(pid, None), self._clients.pop(pid, None)
         if pool is not None:
