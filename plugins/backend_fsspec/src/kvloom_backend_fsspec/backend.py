@@ -241,6 +241,7 @@ def _class_for(config: FsspecConfig) -> type[FsspecBackend]:
 
 def _open_store(config: FsspecConfig) -> ObjectStore:
     """Make a client of this process. Raises ValueError or ImportError with the remedy if the settings cannot work."""
+    config.check_files()
     if config.place.scheme in ("file", "local"):
         from kvloom_backend_fsspec.stores import local_files
 
