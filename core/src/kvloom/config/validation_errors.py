@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from kvloom.contracts.component import Config
 from kvloom.errors import ConfigError
-from kvloom.redaction import is_secret, masked
+from kvloom.redaction import is_secret, masked, without_logins
 
 C = TypeVar("C", bound=Config)
 
@@ -67,7 +67,9 @@ class Origins:
         return any(path[:length] in self.variables for length in range(1, len(path) + 1))
 
     def masked(self, text: str) -> str:
-        """`text` without any interpolated value. Very short values are not secrets and would be found everywhere."""
+        """`text` without any interpolated value, and without logins. Very short values are not secrets and would be
+        found everywhere."""
+        text = without_logins(text)
         for secret in sorted(self.secrets, key=len, reverse=True):
             if len(secret) >= _SECRET_LENGTH:
                 text = text.replace(secret, "***")
@@ -136,9 +138,9 @@ def _wording(details: ErrorDetails, path: KeyPath) -> str:
     if kind == "missing":
         return "missing; it has no default"
     if kind == "value_error":
-        return str(details["ctx"]["error"])
+        return without_logins(str(details["ctx"]["error"]))
     if kind in ("kvloom", "assertion_error"):
-        return details["msg"]
+        return without_logins(details["msg"])
     text = _WORDING.get(kind) or details["msg"].replace("Input should", "should").replace("String should", "should")
     if any(map(is_secret, path)):
         return text
