@@ -85,9 +85,7 @@ class Origins:
 
     def error(self, problems: Iterable[Problem]) -> ConfigError:
         """All problems as one error, a line each."""
-        lines = [(dotted(path), self.masked(text) + self._setter(path)) for path, text in problems]
-        (first, text), *rest = dict.fromkeys(lines)
-        return ConfigError(first, "\n".join([text, *(f"{path}: {text}" if path else text for path, text in rest)]))
+        return ConfigError.of_all((dotted(path), self.masked(text) + self._setter(path)) for path, text in problems)
 
     def _setter(self, path: KeyPath) -> str:
         for length in range(len(path), 0, -1):
@@ -123,12 +121,17 @@ def problems(error: ValidationError, *, at: KeyPath = (), stray: Callable[[KeyPa
     return found
 
 
-def validated(settings_class: type[C], settings: Mapping[str, Any], *, at: str) -> C:
-    """Validate the settings of a component as those in YAML. Raises ConfigError with the path `at`."""
+def validated(settings_class: type[C], settings: Mapping[str, Any], *, at: str, by_line: bool = False) -> C:
+    """Validate the settings of a component as those in YAML. Raises ConfigError with the path `at`.
+
+    by_line: a line for each problem, with the path of its own setting below `at`.
+    """
     try:
         return settings_class.model_validate(settings)
     except ValidationError as error:
         found = problems(error, stray=lambda path: unknown(str(path[-1]), settings_class.model_fields))
+        if by_line:
+            raise ConfigError.of_all((dotted((at, *path)), text) for path, text in found) from None
         said = [": ".join(filter(None, (dotted(path), text))) for path, text in found]
         raise ConfigError(at, "; ".join(said)) from None
 
