@@ -105,7 +105,7 @@ class RadixTokenDatabase(TokenDatabase):
                 text = "\0".join((DOMAIN, *map(str, (*about, settings.min_tokens, settings.align_tokens))))
                 name = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
                 journal = Journal(self._directory, name, self._lock)
-                journal.load(tree)
+                tree = journal.load(tree)
             self._known[about] = tree, journal
         return self._known[about]
 
