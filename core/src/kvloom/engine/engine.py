@@ -23,14 +23,13 @@ from kvloom.contracts.connector import GPUConnector
 from kvloom.engine.assembly import Components, Source, kept, open_components
 from kvloom.engine.background import Background
 from kvloom.engine.blending import Blending
-from kvloom.engine.foreground import Foreground
 from kvloom.engine.layers import LayerVerbs
 from kvloom.engine.lookup import Index
 from kvloom.engine.named import NamedEngines
 from kvloom.errors import BackendError
 from kvloom.interrupts import shielded_waiting
 from kvloom.memory.pages import settle_threads
-from kvloom.pipeline.task import Cancellation, Task
+from kvloom.pipeline.task import Cancellation, Foreground, Task
 from kvloom.pipeline.transfer import Transfer, check_where
 from kvloom.plugins.registry import Registry
 from kvloom.runtime import Runtime, SystemRuntime, close_all
