@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from core_support import CHUNK, SPEC, Shelf, kv_of, tokens_of
+from core_support import CHUNK, SPEC, Gate, Shelf, eventually, kv_of, tokens_of
 
 from kvloom import BackendError, Engine, Registry
 from kvloom.builtin.plain import PlainConnector
@@ -72,6 +73,54 @@ def test_closing_goes_on_past_what_raises(open_engine: Open, monkeypatch: pytest
     assert closed == ["shelf", "with it", "events"] and pool.pages._closed
     assert len(shelf.blobs) == 2, "what was accepted is written"
     engine.close()
+
+
+@pytest.mark.parametrize("verb", ["store", "retrieve"])
+def test_closing_waits_for_a_call_under_way_before_parts_are_closed(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    engine, gate, order = open_engine(MEMORY), Gate(), list[str]()
+    tokens, kv = tokens_of(8), kv_of(8)
+    if verb == "retrieve":
+        engine.store(tokens, kv=kv)
+    copy = "read" if verb == "store" else "write"
+    move, learn = getattr(PlainConnector, copy), engine._tokens.learn
+
+    def slow(*given: Any, **where: Any) -> None:
+        gate(copy, "")
+        move(*given, **where)
+        order.append("copied")
+
+    monkeypatch.setattr(PlainConnector, copy, slow)
+    monkeypatch.setattr(engine.connector, "close", lambda: order.append("connector"))
+    monkeypatch.setattr(engine._tokens, "close", lambda: order.append("tokens"))
+    monkeypatch.setattr(engine._tokens, "learn", lambda *a, **k: (order.append("learnt"), learn(*a, **k)))
+    with ThreadPoolExecutor(2) as pool:
+        called = pool.submit(getattr(engine, verb), tokens, kv=kv.clone())
+        try:
+            gate.reached()
+            closed = pool.submit(engine.close)
+            assert eventually(lambda: engine._closed)
+            with pytest.raises(BackendError, match="closed"):
+                engine.store(tokens, kv=kv)
+            assert not order
+        finally:
+            gate.open()
+        assert int(called.result().sum() if verb == "retrieve" else called.result()) == 8
+        closed.result()
+    assert order == ["copied", *(["learnt"] if verb == "store" else []), "connector", "tokens"]
+
+
+def test_closing_goes_on_past_a_call_that_does_not_end(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, gate = open_engine(MEMORY, SHELF | {"deadline": "50ms"}), Gate()
+    monkeypatch.setattr(PlainConnector, "read", lambda *_, **__: gate("read", ""))
+    with ThreadPoolExecutor(1) as pool:
+        called = pool.submit(engine.store, tokens_of(8), kv=kv_of(8))
+        gate.reached()
+        engine.close()
+        assert not called.done()
+        gate.open()
+        called.exception()
 
 
 def test_closing_an_index_goes_on_past_what_raises(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:

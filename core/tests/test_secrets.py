@@ -7,10 +7,12 @@ import os
 from typing import Any
 
 import pytest
+from core_support import SPEC, Shelf
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import model_validator
 
-from kvloom import Config, ConfigError, EngineConfig, Registry
+from kvloom import Config, ConfigError, Engine, EngineConfig, Registry
 from kvloom.config import resolve
 from kvloom.format.encryption import Protection
 from kvloom.redaction import is_secret, looks_like_a_key, masked, masked_template
@@ -89,6 +91,31 @@ def test_errors_do_not_quote_a_password(value: Any, registry: Registry, monkeypa
         "tiers.0.password: should be text",
         "tiers.0.label: should be text, not 77",
     ]
+
+
+@pytest.mark.parametrize("place", [f"x://u:{SECRET}@host/0", f"x://{SECRET}@host/0", f"u:{SECRET}@host:1"])
+def test_a_login_that_a_component_quotes_is_not_passed_on(
+    place: str, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Settings(Config):
+        place: str
+        checked: bool = True
+
+        @model_validator(mode="after")
+        def _check(self) -> Settings:
+            if self.checked:
+                raise ValueError(f"{self.place!r} is no place, of example@host: a, b@c")
+            return self
+
+    def made(shelf: Shelf, config: Settings, spec: object = None) -> None:
+        raise ValueError(f"no answer from {config.place}")
+
+    monkeypatch.setattr(Shelf, "Config", Settings)
+    monkeypatch.setattr(Shelf, "__init__", made)
+    for checked, says in ((True, "host.*' is no place, of example@host: a, b@c"), (False, "no answer from .*host")):
+        with pytest.raises(ConfigError, match=says) as caught:
+            Engine.open({"tiers": [{"type": "shelf", "place": place, "checked": checked}]}, SPEC, registry=registry)
+        assert SECRET not in str(caught.value) and "***@host" in str(caught.value)
 
 
 def test_errors_about_a_block_do_not_quote_what_is_secret_in_it(registry: Registry) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class KVLoomError(Exception):
     """The root of every error that kvloom raises on purpose."""
@@ -14,6 +16,12 @@ class ConfigError(KVLoomError, ValueError):
         self.path = path
         self.problem = problem
         super().__init__(f"{path}: {problem}" if path else problem)
+
+    @classmethod
+    def of_all(cls, problems: Iterable[tuple[str, str]]) -> ConfigError:
+        """One error for several problems, a line each. problems: path and text of each, at least one."""
+        (path, text), *rest = dict.fromkeys(problems)
+        return cls(path, "\n".join([text, *(f"{path}: {text}" if path else text for path, text in rest)]))
 
 
 class PluginError(KVLoomError):

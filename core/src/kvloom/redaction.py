@@ -15,6 +15,8 @@ _SECRET = re.compile(
 )
 _NO_SECRET = re.compile(r"skip_signature$|_(?:file|path|filename)$", re.IGNORECASE)
 _LOGIN = re.compile(r"(?<=://)[^/?#\s'\"]*@")
+_LOGIN_IN_TEXT = re.compile(r"[^\s/'\"@:]+:[^\s/'\"@]+@|(?<=://)[^/?#\s'\"]*@")
+"""Also of an address without a scheme."""
 _KEY = re.compile(r"[A-Za-z0-9+/_-]{43}=")
 _INTERPOLATED = re.compile(r"(\$\{[^}]*\})")
 
@@ -42,6 +44,11 @@ def masked(value: Any, name: object = "") -> Any:
     if isinstance(value, str):
         return MASK if looks_like_a_key(value) else _LOGIN.sub(f"{MASK}@", value)
     return value
+
+
+def without_logins(text: str) -> str:
+    """A message without the logins of addresses that it quotes."""
+    return _LOGIN_IN_TEXT.sub(f"{MASK}@", text)
 
 
 def masked_template(text: str, name: object = "") -> str:

@@ -88,7 +88,7 @@ def test_a_living_process_keeps_its_unfinished_file(tmp_path: Path, open_backend
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="start times come from /proc")
-def test_only_the_dead_are_reclaimed(tmp_path: Path) -> None:
+def test_only_the_dead_are_reclaimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scratch = Scratch(tmp_path)
     path, fd = scratch.open()
     os.close(fd)
@@ -109,23 +109,37 @@ def test_only_the_dead_are_reclaimed(tmp_path: Path) -> None:
         make(f"{host}.{pid}.{start}.{token}", past),  # old, but its writer lives
         make(f"{host}.1.{Path('/proc/1/stat').read_text().rpartition(')')[2].split()[19]}.{token}"),
         make(f"{'f' * 12}.{dead.pid}.1.{token}"),  # another host's, and recent
+        make(f"{'e' * 12}.{dead.pid}.1.{token}", past),  # so is this: an old blob that it took to write over
         make("not-one-of-ours", past),
     }
     make(f"{host}.{dead.pid}.{start}.{token}")
     make(f"{host}.{pid}.{int(start) + 1}.{token}")  # the pid lives again as another process
-    make(f"{'f' * 12}.{pid}.{start}.{token}", past)
     make(f"{host}.{10**30}.1.{token}")
-    assert scratch.reclaim() == 4
+    assert scratch.reclaim() == 3
     assert set(os.listdir(tmp_path)) == kept
+    monkeypatch.setattr(Scratch, "_now", lambda self: os.stat(tmp_path).st_ctime + FOREIGN_SECONDS + 60)
+    assert scratch.reclaim() == 2, "those of other hosts, which have not changed since"
 
 
-def test_a_listing_reclaims_what_died_since_the_store_was_opened(tmp_path: Path, open_backend: Any) -> None:
+def test_the_time_is_the_file_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch, there = Scratch(tmp_path), tmp_path / f"{'f' * 12}.1.1.0123456789abcdef"
+    there.write_bytes(b"x")
+    monkeypatch.setattr(time, "time", lambda: 2 * time_of(there))
+    assert scratch.reclaim() == 0 and there.exists() and len(os.listdir(tmp_path)) == 1
+
+
+def time_of(path: Path) -> float:
+    return path.stat().st_ctime
+
+
+def test_a_listing_reclaims_what_died_since_the_store_was_opened(
+    tmp_path: Path, open_backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = open_backend(tmp_path)
     backend.put("fp/-/0-a", [b"blob"])
     draft = tmp_path / "+tmp" / f"{'f' * 12}.1.1.0123456789abcdef"
     draft.write_bytes(b"x")
-    past = time.time() - FOREIGN_SECONDS - 60
-    os.utime(draft, (past, past))
+    monkeypatch.setattr(Scratch, "_now", lambda self: time_of(draft) + FOREIGN_SECONDS + 60)
     assert [entry.key for entry in backend.scan()] == ["fp/-/0-a"] and unfinished(tmp_path) == []
     (tmp_path / "+tmp").rmdir()
     (tmp_path / "+tmp").write_bytes(b"no directory")

@@ -239,3 +239,19 @@ def test_what_is_no_certificate_is_neither_read_whole_nor_waited_for(
     for name in ("fifo", "sparse"):
         with pytest.raises(ValueError, match=f"root_certificate: {tmp_path}/{name} is empty, or has more than 1000"):
             obstore_client._root_certificate({"root_certificate": str(tmp_path / name)})
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("webdav://host/kv", "verify"), ("webdav://host/kv", "cert"), ("gs://bucket/kv", "google_service_account"),
+        ("s3://bucket/kv", "aws_web_identity_token_file"), ("az://box/kv", "azure_federated_token_file"),
+        ("s3://bucket/kv", "root_certificate"), ("sftp://host/kv", "key_filename"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("several", [False, True])
+def test_files_of_the_clients_are_not_waited_for(tmp_path: Path, url: str, name: str, several: bool) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    given = str(tmp_path / "fifo")
+    with pytest.raises(ValueError, match=rf"options\.{name}: {given} is not a regular file"):
+        FsspecBackend(FsspecBackend.Config(url=url, options={name: [given] if several else given}))

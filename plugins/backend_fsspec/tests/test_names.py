@@ -6,11 +6,13 @@ import os
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvloom_backend_fsspec import backend as backend_module
 from kvloom_backend_fsspec.backend import FsspecBackend
 from kvloom_backend_fsspec.names import Names
 
@@ -94,3 +96,21 @@ def test_what_a_killed_process_was_writing_is_removed_after_a_day(tmp_path: Path
         os.utime(path, (time.time() - 90_000,) * 2)
     assert [entry.key for entry in backend.scan()] == ["a/b"]
     assert not any(path.exists() for path in left) and all(path.exists() for path in others)
+
+
+def test_a_draft_that_has_not_changed_for_ten_minutes_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(backend_module, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    backend = FsspecBackend(FsspecBackend.Config(url=f"file://{tmp_path}/kv"))
+    backend.put("a", [b"blob"])
+    still, written = (tmp_path / "kv" / f"a=kv#{number}" for number in (1, 2))
+    for step in range(7):
+        written.write_bytes(b"x" * (step + 1))
+        if not step:
+            still.write_bytes(b"x")
+        assert still.exists()
+        list(backend.scan())
+        now[0] += 100.0
+    assert written.exists() and not still.exists() and backend.get("a") == b"blob"

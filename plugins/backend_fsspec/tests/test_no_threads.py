@@ -1,4 +1,7 @@
-"""Clients that need a thread of their own where the machine has none: their error says so, and core blames no store."""
+"""Clients that need a thread of their own where the machine has none: their error says so, and core blames no store.
+
+And calls that are late: they make no thread and no client of a backend that was closed.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvloom import BackendError
 from kvloom.runtime import lacks_resource
 from kvloom_backend_fsspec.backend import FsspecBackend
 from kvloom_backend_fsspec.stores.obstore_store import PART_BYTES, ObstoreStore
@@ -36,3 +40,13 @@ def test_sftp(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Exception, match="start new thread") as caught:
         backend.get("a")
     assert lacks_resource(caught.value)
+
+
+def test_a_call_after_close_makes_nothing(tmp_path: Path) -> None:
+    backend = FsspecBackend(FsspecBackend.Config(url=f"file://{tmp_path}/kv"))
+    backend.close()
+    before = threading.active_count()
+    for call in (lambda: backend.get("a"), lambda: backend.contains_many(["a", "b"])):
+        with pytest.raises(BackendError, match="closed"):
+            call()
+    assert threading.active_count() == before and not (backend._clients or backend._pools)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,6 +56,16 @@ def test_an_error_begins_with_the_path_in_yaml() -> None:
     config = EngineConfig.load({"connector": "plain", "tiers": [{"type": "mooncake", "master": "nowhere"}]})
     with pytest.raises(ConfigError, match=r"^tiers\.0\.master: .*host:port"):
         resolve(config, Registry.discover())
+
+
+def test_the_login_of_a_metadata_server_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuses = SimpleNamespace(setup=lambda settings: -1)
+    module = SimpleNamespace(ReplicateConfig=SimpleNamespace, MooncakeDistributedStore=lambda: refuses)
+    monkeypatch.setattr(client, "load", lambda: module)
+    monkeypatch.setattr(client.Client, "_reach_master", lambda self: None)
+    config = MooncakeConfig(master="127.0.0.1:50051", metadata="redis://user:geheim@host:6379")
+    with pytest.raises(ValueError, match=r"metadata redis://host:6379 \(code -1\)"):
+        MooncakeBackend(config)
 
 
 def test_a_client_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

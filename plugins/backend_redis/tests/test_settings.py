@@ -11,6 +11,7 @@ import pytest
 
 from kvloom import ConfigError, EngineConfig, Registry
 from kvloom.config import resolve
+from kvloom_backend_redis import opening
 from kvloom_backend_redis.address import Address, Endpoint, parse
 from kvloom_backend_redis.backend import RedisBackend
 from kvloom_backend_redis.config import RedisConfig
@@ -159,3 +160,10 @@ def test_a_server_that_is_not_there_is_said_at_start_within_the_timeout() -> Non
         RedisBackend(RedisConfig(url="redis://127.0.0.1:1"))
     with pytest.raises(ConfigError, match=r"^url: no connection to /nowhere/redis\.sock: "):
         RedisBackend(RedisConfig(url="unix:///nowhere/redis.sock"))
+
+
+def test_what_a_server_says_of_itself_is_escaped_and_cut(caplog: pytest.LogCaptureFixture) -> None:
+    policy = "volatile-\x1b[2J" + "x" * 10_000
+    opening._warn(Endpoint("host", 1), {"maxmemory_policy": policy}, RedisConfig(url="redis://host"))
+    (text,) = caplog.messages
+    assert "volatile-\\x1b[2J" in text and text.isprintable() and len(text) < 1000

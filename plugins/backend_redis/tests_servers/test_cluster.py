@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from redis.crc import key_slot
@@ -16,7 +17,7 @@ from redis.crc import key_slot
 from kvloom import BackendError
 from kvloom_backend_redis.backend import RedisBackend
 from kvloom_backend_redis.testing import RedisCluster, RedisSentinel, RedisServer, until
-from kvloom_testkit.backends.doubles import put_all
+from kvloom_testkit.backends.doubles import RecordingSink, put_all
 
 Open = Callable[..., RedisBackend]
 KEYS = [f"k/{number}" for number in range(60)]
@@ -185,6 +186,34 @@ def test_a_node_that_dies_takes_its_keys_and_no_others(open_backend: Open) -> No
 
         until(takes_all, "the node again")
         assert backend.get_many(KEYS) == list(BLOBS.values())
+
+
+def test_a_node_that_hangs_takes_its_keys_of_a_batch_and_no_others(open_backend: Open) -> None:
+    with RedisCluster(maxmemory="64mb", cluster_require_full_coverage="no") as cluster:
+        backend = open_backend(cluster.url, timeout=1)
+        put_all(backend, ((key, [blob]) for key, blob in BLOBS.items()))
+        stuck = node_of(cluster, slot_of(KEYS[0]))
+        there = [node_of(cluster, slot_of(key)) != stuck for key in KEYS]
+        assert True in there
+
+        def read() -> list[bool]:
+            sinks, told = [RecordingSink() for _ in KEYS], dict[int, object]()
+            backend.get_many_into(list(zip(KEYS, sinks, strict=True)), told.__setitem__)
+            assert len(told) == len(KEYS)
+            return [told[number] is True for number in range(len(KEYS))]
+
+        cluster.nodes[stuck].freeze()
+        try:
+            assert read() == backend.contains_many(KEYS) == there
+            with mock.patch.object(backend._links, "take", wraps=backend._links.take) as take:
+                assert read() == backend.contains_many(KEYS) == there
+            assert cluster.nodes[stuck].port not in {call.args[0].port for call in take.call_args_list}, "asked again"
+            with pytest.raises((BackendError, OSError)):
+                backend.get(KEYS[0])
+        finally:
+            cluster.nodes[stuck].thaw()
+        until(lambda: backend.contains_many(KEYS) == [True] * len(KEYS), "the node again")
+        assert read() == [True] * len(KEYS)
 
 
 def test_a_failover_of_sentinels(open_backend: Open, tally: Callable[..., None]) -> None:

@@ -90,6 +90,8 @@ def test_among_other_connectors(monkeypatch: pytest.MonkeyPatch) -> None:
     ({"config": "/nowhere/blend.yaml"}, "/nowhere/blend.yaml"),
     ({"config": {"connector": "transformers"}}, "blend: is not there"),
     ({"least": 1}, "kv_connector_extra_config.least: unknown key; there are config, least_found"),
+    ({"least": 1, "least_found": 0}, "kv_connector_extra_config.config: missing"),
+    ({"config": {"chunk_tokens": 0}, "least_found": 0}, "\nchunk_tokens: "),
     ({"config": {}, "least_found": 0}, "kv_connector_extra_config.least_found: expected a share above 0"),
     ({"config": {}, "least_found": True}, "kv_connector_extra_config.least_found: expected a share above 0"),
 ])  # fmt: skip

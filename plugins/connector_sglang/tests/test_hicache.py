@@ -227,6 +227,10 @@ def test_models_with_other_pools_are_refused_by_name(sglang: types.ModuleType, t
     ("extra", "message"),
     [
         ({"config": None}, r"^hicache_storage_backend_extra_config\.config: missing"),
+        (
+            {"config": None, "revision": 3, "timeout": 0},
+            r"(?s)^hicache_storage_backend_extra_config\.config: .*\n.*\.revision: .*\n.*\.timeout: ",
+        ),
         ({"revision": 3}, r"^hicache_storage_backend_extra_config\.revision: expected text"),
         *(
             ({"timeout": seconds}, r"^hicache_storage_backend_extra_config\.timeout: expected seconds")

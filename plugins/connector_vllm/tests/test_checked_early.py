@@ -67,6 +67,25 @@ def test_what_cannot_work_is_the_last_line(factory: Any, name: str, extra: Any, 
     assert not isinstance(error.value, ValueError), "pydantic puts its own text in place of a ValueError"
 
 
+@pytest.mark.parametrize(("name", "extra", "paths"), [
+    ("KVLoomConnector", {"conf": 1, "cnf": 2, "async_load": 3, "by_layer": 4}, ["cnf", "conf", "async_load", "by_layer",
+     "config"]),
+    ("KVLoomConnector", {"async_load": 3, "config": {"tiers": [{"type": "disk"}], "chunk_tokens": 0}},
+     ["async_load", "tiers.0.path", "chunk_tokens"]),
+    ("KVLoomConnector", {"by_layer": 3, "config": {"tokens": "radix", "connector": "transformers"}},
+     ["by_layer", "connector", "tokens"]),
+    ("OffloadingConnector",
+     {**OFFLOADING, "staging": "x", "patience": "y", "secondary_tiers": [{"type": "KVLoomTier"}]},
+     ["config", "staging", "patience", "secondary_tiers.0.config"]),
+])  # fmt: skip
+def test_all_that_cannot_work_is_said_at_once(factory: Any, name: str, extra: Any, paths: list[str]) -> None:
+    with pytest.raises(RuntimeError) as error:
+        looked_up(factory, name, extra)
+    lines = str(error.value).removeprefix(f"{name}: ").splitlines()
+    said = [line.partition(": ")[0].removeprefix("kv_connector_extra_config.") for line in lines]
+    assert sorted(said) == sorted(paths)
+
+
 @pytest.mark.parametrize(("name", "extra"), [
     ("KVLoomConnector", {"config": {"tiers": [{"type": "memory", "capacity": "1MiB"}]}}),
     ("OffloadingConnector", {**OFFLOADING, "config": {}, "staging": "1GiB"}),

@@ -144,6 +144,18 @@ def test_one_tensor_of_many_makes_another_model(tmp_path: Path) -> None:
     assert len(seen) == 5
 
 
+def test_a_header_longer_than_any_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    header = b'{"x":{"data_offsets":[0,1],"y":[' + b"[]," * (3 << 20) + b"1]}}"
+    file = tmp_path / "adapter_model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4096))
+    monkeypatch.setattr(weights.json, "loads", lambda text: pytest.fail("it was parsed"))
+    before = weights.file_digest(file)
+    with file.open("r+b") as content:
+        content.seek(-1, os.SEEK_END)
+        content.write(b"x")
+    assert weights.file_digest(file) != before
+
+
 @pytest.mark.parametrize(
     "header",
     [

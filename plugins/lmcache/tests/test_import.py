@@ -290,8 +290,22 @@ def test_the_environment_goes_over_the_file(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_variable_that_is_no_yaml_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"^LMCACHE_CHUNK_SIZE: is not YAML$"):
-        import_environment({"LMCACHE_CHUNK_SIZE": "a: ["})
+    with pytest.raises(ConfigError) as error:
+        import_environment({"LMCACHE_CHUNK_SIZE": "a: [", "LMCACHE_LOCAL_CPU": "}"})
+    assert str(error.value) == "LMCACHE_CHUNK_SIZE: is not YAML\nLMCACHE_LOCAL_CPU: is not YAML"
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    fields = {
+        "remote_url": "s3://b/x", "extra_config": {"s3_region": [1], "s3_file_prefix": [2], "disable_tls": False},
+        "chunk_size": 0, "lmcache_instance_id": "", "blocking_timeout_secs": "x",
+    }  # fmt: skip
+    with pytest.raises(ConfigError) as error:
+        import_config(fields)
+    assert sorted(line.partition(": ")[0] for line in str(error.value).splitlines()) == [
+        "blocking_timeout_secs", "chunk_size", "extra_config.s3_file_prefix", "extra_config.s3_region",
+        "lmcache_instance_id",
+    ]  # fmt: skip
 
 
 def test_the_file_itself_is_not_written_over(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from observe_support import busy, opened, own_sockets, path_of, port_of
+from prometheus_client import parser
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -221,6 +222,16 @@ def test_metrics_that_end_where_a_name_should_be(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sources, "_answer", lambda url: b'kvloom_engine_info{engine="e", ={ version="1"} 1\n')
     with pytest.raises(ValueError, match="no metrics of"):
         sources.scrape("http://127.0.0.1/metrics")
+
+
+def test_metrics_of_others_are_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = '# TYPE kvloom_requests counter\nkvloom_requests_total{engine="e"} 1\n'
+    parsed: list[str] = []
+    monkeypatch.setattr(sources, "_answer", lambda url: f"a 1\n{mine}# TYPE b counter\nkvloom_requests_of 1\n".encode())
+    monkeypatch.setattr(parser, "text_string_to_metric_families", lambda text: parsed.append(text) or [])
+    with pytest.raises(ValueError, match="no metrics of kvloom"):
+        sources.scrape("http://127.0.0.1/metrics")
+    assert parsed == [mine]
 
 
 def test_ctrl_c_ends_it_quietly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

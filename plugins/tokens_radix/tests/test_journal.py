@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from radix_support import cuts, ends, journals, learnt, prompts, radix, tokens_of
 
+from kvloom import BackendError
 from kvloom_tokens_radix import journal as journal_module
 from kvloom_tokens_radix import slots
 from kvloom_tokens_radix.cutting import Rules
@@ -294,6 +295,43 @@ def test_a_lock_that_is_removed_at_this_moment_is_not_held(tmp_path: Path, monke
     one.release()
     other.release()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_that_hangs_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    learnt(tmp_path, prompts(3))
+    gate, take = threading.Event(), slots.take
+
+    def hanging(directory: Path, name: str) -> tuple[slots.Slot | None, Path | None]:
+        gate.wait(60)
+        return take(directory, name)
+
+    monkeypatch.setattr(slots, "take", hanging)
+    monkeypatch.setattr(journal_module, "_LOAD_SECONDS", 0.01)
+    database = radix(path=tmp_path)
+    whole = ends(database.segments(tokens_of(400)))
+    database.learn(tokens_of(400))
+    assert whole == ends(database.segments(tokens_of(400))) and "does not answer" in caplog.text
+    database.close()
+    monkeypatch.undo()
+    gate.set()
+    for thread in threading.enumerate():
+        if thread.name == "kvloom-radix-load":
+            thread.join(60)
+    assert cuts(tmp_path, prompts(3)) == cuts(tmp_path, prompts(3)), "its slot is free again"
+    assert [path.name.split(".")[1] for path in journals(tmp_path)] == ["0"]
+
+
+def test_a_call_that_is_late_takes_no_file_again(tmp_path: Path) -> None:
+    database = radix(path=tmp_path)
+    database.learn(tokens_of(100))
+    database.close()
+    before = sorted(tmp_path.iterdir()), threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for verb in (database.learn, database.segments):
+        with pytest.raises(BackendError, match="closed"):
+            verb(tokens_of(200))
+    assert (sorted(tmp_path.iterdir()), threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 
 
 def test_a_forked_child_neither_frees_a_slot_nor_keeps_it(tmp_path: Path) -> None:

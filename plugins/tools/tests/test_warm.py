@@ -316,6 +316,21 @@ def test_a_tier_that_fails_is_left_out(
     assert "cannot write to" in run("warm", prompts, "--config", config, "--into", "fast", status=2).err
 
 
+def test_a_tier_that_fails_later_is_left_out_too(racks: Path, tmp_path: Path) -> None:
+    def refused(verb: str, key: str) -> None:
+        if verb == "contains" and not key.startswith("spec/"):
+            raise OSError("Connection refused")
+
+    file = write_lines(tmp_path / "p", {"tokens": list(range(12 * CHUNK))})
+    for label, failing, held in (("one", "rack", {"deep": 12 * CHUNK}), ("two", "deep", {"rack": 0})):
+        Rack.before.clear()
+        Rack.before[label] = refused
+        found = warm(file, "--config", racks, status=1)
+        assert [*found["left_out"]] == [failing] and found["lines"][0]["held"] == held
+    Rack.before |= {"one": refused, "two": lambda verb, key: None}
+    assert "Connection refused" in run("warm", file, "--config", racks, "--into", "rack", status=1).err
+
+
 @pytest.mark.parametrize(("label", "verb"), [("two", "get"), ("one", "put"), ("two", "contains")])
 def test_a_store_that_hangs_does_not_hang_the_command(
     racks: Path, tmp_path: Path, hang: Hang, label: str, verb: str

@@ -344,6 +344,25 @@ def test_a_tier_that_fails_half_way_does_not_either(rack: Path, tmp_path: Path) 
     assert [chunk["tiers"] for chunk in answer["chunks"]] == [["disk"]] * 2 and [*answer["left_out"]] == ["rack"]
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_nor_does_one_that_cannot_be_listed(rack: Path, tmp_path: Path, first: bool) -> None:
+    path, near = tmp_path / "two.yaml", {"type": "disk", "path": str(tmp_path / "near")}
+    tiers = [{"type": "rack", "deadline": "3s"}, near]
+    path.write_text(json.dumps({"chunk_tokens": CHUNK, "tiers": tiers if first else tiers[::-1]}))
+    tokens = fill(path, 2)
+    Rack.before["one"] = lambda at, key: refuse() if at == "scan" else None
+    prompt, spec = tmp_path / "tokens.json", tmp_path / "spec.json"
+    spec.write_text(SPEC.to_json())
+    for given in ((), ("--spec", spec)):
+        for asked, there in ((tokens, True), (list(range(100, 108)), False)):
+            prompt.write_text(json.dumps(asked))
+            answer = run("why", path, "--tokens", prompt, *given, "--json").json
+            assert [("disk" in chunk["tiers"]) for chunk in answer["chunks"]] == [there] * 2
+            assert [*answer["left_out"]] == ["rack"] or (given and there)
+    known = run("why", path, "--fingerprint", answer["fingerprint"][:8])
+    assert "rack is left out" in known.err
+
+
 def refuse() -> None:
     raise OSError("Connection refused")
 

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from kvloom.contracts.component import Config
 from kvloom.errors import ConfigError
-from kvloom.redaction import is_secret, masked
+from kvloom.redaction import is_secret, masked, without_logins
 
 C = TypeVar("C", bound=Config)
 
@@ -67,7 +67,9 @@ class Origins:
         return any(path[:length] in self.variables for length in range(1, len(path) + 1))
 
     def masked(self, text: str) -> str:
-        """`text` without any interpolated value. Very short values are not secrets and would be found everywhere."""
+        """`text` without any interpolated value, and without logins. Very short values are not secrets and would be
+        found everywhere."""
+        text = without_logins(text)
         for secret in sorted(self.secrets, key=len, reverse=True):
             if len(secret) >= _SECRET_LENGTH:
                 text = text.replace(secret, "***")
@@ -83,9 +85,7 @@ class Origins:
 
     def error(self, problems: Iterable[Problem]) -> ConfigError:
         """All problems as one error, a line each."""
-        lines = [(dotted(path), self.masked(text) + self._setter(path)) for path, text in problems]
-        (first, text), *rest = dict.fromkeys(lines)
-        return ConfigError(first, "\n".join([text, *(f"{path}: {text}" if path else text for path, text in rest)]))
+        return ConfigError.of_all((dotted(path), self.masked(text) + self._setter(path)) for path, text in problems)
 
     def _setter(self, path: KeyPath) -> str:
         for length in range(len(path), 0, -1):
@@ -121,12 +121,17 @@ def problems(error: ValidationError, *, at: KeyPath = (), stray: Callable[[KeyPa
     return found
 
 
-def validated(settings_class: type[C], settings: Mapping[str, Any], *, at: str) -> C:
-    """Validate the settings of a component as those in YAML. Raises ConfigError with the path `at`."""
+def validated(settings_class: type[C], settings: Mapping[str, Any], *, at: str, by_line: bool = False) -> C:
+    """Validate the settings of a component as those in YAML. Raises ConfigError with the path `at`.
+
+    by_line: a line for each problem, with the path of its own setting below `at`.
+    """
     try:
         return settings_class.model_validate(settings)
     except ValidationError as error:
         found = problems(error, stray=lambda path: unknown(str(path[-1]), settings_class.model_fields))
+        if by_line:
+            raise ConfigError.of_all((dotted((at, *path)), text) for path, text in found) from None
         said = [": ".join(filter(None, (dotted(path), text))) for path, text in found]
         raise ConfigError(at, "; ".join(said)) from None
 
@@ -136,9 +141,9 @@ def _wording(details: ErrorDetails, path: KeyPath) -> str:
     if kind == "missing":
         return "missing; it has no default"
     if kind == "value_error":
-        return str(details["ctx"]["error"])
+        return without_logins(str(details["ctx"]["error"]))
     if kind in ("kvloom", "assertion_error"):
-        return details["msg"]
+        return without_logins(details["msg"])
     text = _WORDING.get(kind) or details["msg"].replace("Input should", "should").replace("String should", "should")
     if any(map(is_secret, path)):
         return text

@@ -133,8 +133,7 @@ def asked_only(choices: Sequence[TierChoice]) -> tuple[TierChoice, ...]:
 def _refuse(problems: Sequence[tuple[str, str]]) -> None:
     """Raise one ConfigError for all problems, each a path and a text."""
     if problems:
-        (path, first), *rest = problems
-        raise ConfigError(path, "\n".join([first, *(f"{path}: {text}" for path, text in rest)]))
+        raise ConfigError.of_all(problems)
 
 
 def _too_small(choice: TierChoice, chunk_bytes: int) -> Iterator[tuple[str, str]]:

@@ -29,7 +29,7 @@ from kvloom.engine.named import NamedEngines
 from kvloom.errors import BackendError
 from kvloom.interrupts import shielded_waiting
 from kvloom.memory.pages import settle_threads
-from kvloom.pipeline.task import Cancellation, Task
+from kvloom.pipeline.task import Cancellation, Foreground, Task
 from kvloom.pipeline.transfer import Transfer, check_where
 from kvloom.plugins.registry import Registry
 from kvloom.runtime import Runtime, SystemRuntime, close_all
@@ -65,6 +65,7 @@ class Engine(LayerVerbs):
         self._parts = parts
         self._owner = owner
         self._background = Background(self, parts.events, parts.runtime)
+        self._foreground = Foreground(parts.runtime)
         self._siblings: list[weakref.ref[Engine]] = []
         identity = keying.identity(self.spec, self.connector.format, self.connector.representation)
         record = canonical_json({"identity": identity, "spec": json.loads(self.spec.to_json())}).encode()
@@ -140,7 +141,10 @@ class Engine(LayerVerbs):
 
     @shielded_waiting
     def close(self) -> None:
-        """Write all accepted KV, within the tiers' deadlines, and release everything. Idempotent."""
+        """Let calls under way end and write all accepted KV, within the tiers' deadlines, and release everything.
+
+        Idempotent. Calls that begin later raise BackendError.
+        """
         if self._closed:
             return
         self._closed = True
@@ -149,6 +153,7 @@ class Engine(LayerVerbs):
         close_all(
             *(sibling.close for sibling in siblings),
             *(handle.close for handle in tuple(self._by_layer)),
+            partial(self._foreground.close, self._stack.deadline),
             partial(self._background.close, self._stack.deadline, BackendError("the engine was closed")),
             *(() if self.blending is None else (self.blending.close,)),
             self.connector.close,
@@ -366,7 +371,8 @@ class Engine(LayerVerbs):
     def _at_once(self, verb: Callable[..., T], *given: Any) -> T:
         """Run a verb whose copies stop when the caller is interrupted."""
         stop = Cancellation(self._runtime)
-        return self._runtime.uninterrupted(partial(verb, stop, self._callers(), *given), cancel=stop.cancel)
+        run = partial(self._foreground.run, stop, partial(verb, stop, self._callers(), *given))
+        return self._runtime.uninterrupted(run, cancel=stop.cancel)
 
     @property
     def _transfer(self) -> Transfer:

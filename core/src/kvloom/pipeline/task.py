@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from kvloom.errors import DeadlineExceeded
 from kvloom.interrupts import shielded, shielded_waiting
 from kvloom.runtime import Runtime
+
+T = TypeVar("T")
 
 
 class Cancellation:
@@ -35,6 +38,10 @@ class Cancellation:
         if give_up is not None:
             give_up()
 
+    def stop(self) -> None:
+        """Stop before the next copy, without waiting for the one under way."""
+        self._cancelled = True
+
     def on_cancel(self, give_up: Callable[[], None]) -> None:
         """Have `give_up` called when this is cancelled; now, if it was already."""
         self._give_up = give_up
@@ -48,6 +55,40 @@ class Cancellation:
                 return False
             copy()
             return True
+
+
+class Foreground:
+    """The verbs of an engine that callers wait for: when it is closed they end before its parts are closed under them.
+
+    A verb takes no lock here unless the engine is being closed.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._changed = runtime.condition()
+        self._under_way: set[Cancellation] = set()
+        self._closing = False
+
+    def run(self, stop: Cancellation, verb: Callable[[], T]) -> T:
+        """Return the verb's result. stop: its own. The verb checks that the engine is open once it is noted here."""
+        self._under_way.add(stop)
+        try:
+            return verb()
+        finally:
+            self._under_way.discard(stop)
+            if self._closing:
+                with self._changed:
+                    self._changed.notify_all()
+
+    def close(self, seconds: float) -> None:
+        """Wait until all verbs are over, up to `seconds`; later ones end at their next copy. No new one may begin."""
+        until = self._runtime.now() + seconds
+        self._closing = True
+        with self._changed:
+            while self._under_way and (left := until - self._runtime.now()) > 0:
+                self._changed.wait(left)
+        for stop in tuple(self._under_way):
+            stop.stop()
 
 
 class Task(Cancellation):

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import math
 import os
 import re
 import signal
@@ -17,8 +18,9 @@ import stat
 import time
 from pathlib import Path
 
-FOREIGN_SECONDS = 86400.0
-"""Age at which a file counts as abandoned if it belongs to a host whose processes cannot be seen from here."""
+FOREIGN_SECONDS = 600.0
+"""Time without a change after which a file counts as abandoned if it belongs to a host, or a container, whose processes
+cannot be seen from here. A writer that has stood still for so long finds its file gone, and fails."""
 
 _NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _NAME = re.compile(r"([0-9a-f]{12})\.([0-9]+)\.([0-9]*)\.[0-9a-f]{16}")
@@ -77,16 +79,37 @@ class Scratch:
 
     def reclaim(self) -> int:
         """Remove what dead processes left behind; how many files that was. Never touches a living process's."""
-        host, removed = _host(), 0
-        with contextlib.suppress(FileNotFoundError), os.scandir(self._directory) as entries:
-            for entry in entries:
-                match = _NAME.fullmatch(entry.name)
-                if match is None or not _abandoned(entry, match, host):
-                    continue
+        host, removed, now = _host(), 0, None
+        try:
+            with os.scandir(self._directory) as found:
+                entries = list(found)
+        except FileNotFoundError:
+            return 0
+        for entry in entries:
+            match = _NAME.fullmatch(entry.name)
+            if match is None:
+                continue
+            if match[1] != host:
+                now = self._now() if now is None else now
+                abandoned = now - _changed_at(entry) > FOREIGN_SECONDS
+            else:
+                abandoned = not _alive(int(match[2]), match[3])
+            if abandoned:
                 with contextlib.suppress(OSError):
                     os.unlink(entry.path)
                     removed += 1
         return removed
+
+    def _now(self) -> float:
+        """The time of the file system, which another host's clock may differ from, as this one's may."""
+        try:
+            draft, fd = self.open()
+        except OSError:  # it is full, or only read
+            return time.time()
+        try:
+            return os.fstat(fd).st_ctime
+        finally:
+            drop(draft, fd)
 
     def _new_path(self) -> str:
         return f"{self._directory}/{self._prefix()}.{os.urandom(8).hex()}"
@@ -121,13 +144,15 @@ def _nobody_else_has(fd: int) -> bool:
     return True
 
 
-def _abandoned(entry: os.DirEntry[str], match: re.Match[str], host: str) -> bool:
-    if match[1] == host:
-        return not _alive(int(match[2]), match[3])
+def _changed_at(entry: os.DirEntry[str]) -> float:
+    """The time at which a file was last written or renamed: one that was taken to be written over has an old content.
+
+    Infinity for one that is gone.
+    """
     try:
-        return time.time() - entry.stat(follow_symlinks=False).st_mtime > FOREIGN_SECONDS
+        return entry.stat(follow_symlinks=False).st_ctime
     except OSError:
-        return False
+        return math.inf
 
 
 def _alive(pid: int, start_time: str) -> bool:

@@ -16,7 +16,7 @@ from kvloom_backend_fsspec.config import OBSTORE_SCHEMES
 from kvloom_backend_fsspec.config import Config as FsspecConfig
 from kvloom_backend_fsspec.lease import Leases
 from kvloom_backend_fsspec.names import Names
-from kvloom_backend_fsspec.stores.base import ObjectStore
+from kvloom_backend_fsspec.stores.base import Listed, ObjectStore
 
 logger = logging.getLogger("kvloom.backend_fsspec")
 
@@ -24,6 +24,9 @@ T = TypeVar("T")
 _DELETE_AT_ONCE = 1000
 _ABANDONED_SECONDS = 86400.0
 """Age at which a draft counts as abandoned, with room for clocks that differ."""
+_STILL_SECONDS = 600.0
+"""So does one that has not changed for so long, by this process's clock."""
+_MOST_DRAFTS = 10_000
 
 
 class FsspecBackend(StorageBackend):
@@ -47,14 +50,24 @@ class FsspecBackend(StorageBackend):
         self._settings = config
         self._clients: dict[int, ObjectStore] = {}
         self._pools: dict[int, ThreadPoolExecutor] = {}
+        self._closed = False
+        self._drafts: dict[str, tuple[Listed, float]] = {}
+        """Drafts that were listed, and since when they are as they are."""
         self._store()  # settings that cannot work are said at start; nothing is asked of the store yet
 
     def _store(self) -> ObjectStore:
-        """This process's client: one from before a fork is the parent's."""
+        """This process's client: one from before a fork is the parent's. Raises BackendError once this is closed."""
         pid = os.getpid()
-        if pid not in self._clients:
-            return self._clients.setdefault(pid, _open_store(self._settings))
-        return self._clients[pid]
+        client = self._clients.get(pid)
+        if client is None:
+            self._check_open()
+            client = self._clients.setdefault(pid, _open_store(self._settings))
+        return client
+
+    def _check_open(self) -> None:
+        """Raise BackendError for a call that is late: it would open connections and threads that nothing closes."""
+        if self._closed:
+            raise BackendError("closed")
 
     def identity(self) -> str | None:
         place, options = self._settings.place, self._settings.options
@@ -97,14 +110,27 @@ class FsspecBackend(StorageBackend):
 
     def scan(self, prefix: str = "") -> Iterator[Entry]:
         """Also removes what processes have left behind that died while they put something."""
-        long_ago = time.time() - _ABANDONED_SECONDS
         for found in self._store().list(self._names.directory(prefix)):
             key = self._names.key(found.name)
             if key is not None and key.startswith(prefix):
                 yield Entry(key, max(1, found.bytes), found.modified)
-            elif 0 < found.modified < long_ago and self._names.is_unfinished(found.name):
+            elif self._names.is_unfinished(found.name) and self._is_abandoned(found):
                 with contextlib.suppress(BackendError, FileNotFoundError):  # who may only read leaves it to others
                     self._store().delete([found.name])
+
+    def _is_abandoned(self, draft: Listed) -> bool:
+        """Return whether nobody writes to a draft any more."""
+        now = time.monotonic()
+        seen, since = self._drafts.get(draft.name, (None, now))
+        if seen != draft:
+            if len(self._drafts) >= _MOST_DRAFTS:
+                self._drafts.clear()
+            self._drafts[draft.name] = draft, now
+            since = now
+        still = now - since >= _STILL_SECONDS
+        if still:
+            self._drafts.pop(draft.name, None)
+        return still or 0 < draft.modified < time.time() - _ABANDONED_SECONDS
 
     def put_many(self, requests: Sequence[tuple[str, Buffers]], done: WriteDone) -> None:
         """Several at once; those of one key one after the other."""
@@ -157,12 +183,15 @@ class FsspecBackend(StorageBackend):
 
     def _pool(self) -> ThreadPoolExecutor:
         pid = os.getpid()
-        if pid not in self._pools:
+        pool = self._pools.get(pid)
+        if pool is None:
+            self._check_open()
             made = ThreadPoolExecutor(self._settings.threads, thread_name_prefix="kvloom-fsspec")
-            return self._pools.setdefault(pid, made)
-        return self._pools[pid]
+            pool = self._pools.setdefault(pid, made)
+        return pool
 
     def close(self) -> None:
+        self._closed = True
         pid = os.getpid()
         pool, client = self._pools.pop(pid, None), self._clients.pop(pid, None)
         if pool is not None:
@@ -230,6 +259,7 @@ def _class_for(config: FsspecConfig) -> type[FsspecBackend]:
 
 def _open_store(config: FsspecConfig) -> ObjectStore:
     """Make a client of this process. Raises ValueError or ImportError with the remedy if the settings cannot work."""
+    config.check_files()
     if config.place.scheme in ("file", "local"):
         from kvloom_backend_fsspec.stores import local_files
 

@@ -111,6 +111,18 @@ class Config(BaseConfig):
                 )
         return self
 
+    def check_files(self) -> None:
+        """Raise ValueError for an option whose file is neither a regular file nor a directory.
+
+        Clients would wait for what comes from a FIFO, some of them with the interpreter's lock.
+        """
+        for name, value in self.options.items():
+            paths = value if isinstance(value, list | tuple) else [value]
+            for path in paths if _FILES.fullmatch(name) else ():
+                found = Path(path).expanduser() if isinstance(path, str) else Path()
+                if found.exists() and not (found.is_file() or found.is_dir()):
+                    raise ValueError(f"options.{name}: {path} is not a regular file")
+
     @property
     def place(self) -> Place:
         """The parts of the URL."""

@@ -99,9 +99,9 @@ class Client:
         if code != 0:
             self._release()
             raise ValueError(
-                f"master: the client could not be set up with {config.master} and metadata {config.metadata} (code "
-                f"{code}); is mooncake_master {'and the metadata server ' * ('://' in config.metadata)}running there, "
-                "of the same version as the client, and `segment` within this machine's memory"
+                f"master: the client could not be set up with {config.master} and metadata {config.shown_metadata} "
+                f"(code {code}); is mooncake_master {'and the metadata server ' * ('://' in config.metadata)}running "
+                "there, of the same version as the client, and `segment` within this machine's memory"
                 f"{'' if config.protocol == 'tcp' else f', and is the client built with protocol {config.protocol!r}'}?"
             )
 

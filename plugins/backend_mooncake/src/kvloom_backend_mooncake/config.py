@@ -77,6 +77,12 @@ class MooncakeConfig(BaseConfig):
         return self
 
     @property
+    def shown_metadata(self) -> str:
+        """`metadata` without its login."""
+        scheme, separator, rest = self.metadata.rpartition("://")
+        return f"{scheme}{separator}{rest.rpartition('@')[2]}"
+
+    @property
     def address(self) -> tuple[str, int]:
         """The master's host and port."""
         host, _, port = self.master.rpartition(":")

@@ -158,7 +158,10 @@ class RedisBackend(StorageBackend):
         return self.contains_many([key])[0]
 
     def contains_many(self, keys: Sequence[str]) -> list[bool]:
-        return [_number(count) == 1 for count in self._each(b"EXISTS", map(self._name, keys))]
+        """Look up the keys. A server of several that fails has none, unless all do."""
+        names = list(map(self._name, keys))
+        counts = self._exchange.many(names, [packed(b"EXISTS", name) for name in names], otherwise=0)
+        return [_number(count) == 1 for count in counts]
 
     def delete(self, key: str) -> None:
         self.delete_many([key])

@@ -23,6 +23,8 @@ BLOBS_AHEAD = 16
 """Blobs that are asked for, or sent, before the reply to the first has been read."""
 AHEAD_BYTES = 4 << 20
 """The size of them all, on all connections. A server holds the replies in memory, and is slower with more."""
+_LEFT_ALONE = 4
+"""Multiple of the time that a failing server of several took for which it is not asked again about many keys."""
 _DETOURS = 2
 """To where a slot has moved, and to where it is moving on."""
 _ASKING = packed(b"ASKING")
@@ -39,6 +41,8 @@ class Exchange:
         self._links = links
         self._busy: set[object] = set()
         """One thing for each exchange of many blobs that is under way."""
+        self._failing: dict[Endpoint, float] = {}
+        """Until when servers that failed are not asked again about many keys, if others are."""
 
     def one(self, key: bytes, parts: Sequence[Part], read: Callable[[Link], T]) -> T:
         """Send a request and `read` its reply. parts: contiguous bytes."""
@@ -65,60 +69,95 @@ class Exchange:
                 replies += [link.reply() for _ in window]
         return replies
 
-    def many(self, keys: Sequence[bytes], requests: Sequence[bytes]) -> list[Reply]:
-        """The reply to each of short requests; raises the first refusal, when all have been read."""
+    def many(
+        self, keys: Sequence[bytes], requests: Sequence[bytes], *, otherwise: Reply | None = None
+    ) -> list[Reply]:  # fmt: skip
+        """The reply to each of short requests; raises the first failure or refusal, when all servers have been asked.
 
-        def exchange(endpoint: Endpoint, places: Sequence[int]) -> list[Reply]:
-            return self.at(endpoint, *(requests[place] for place in places))
-
-        return self._spread(keys, exchange, lambda place: [requests[place]], Link.answer)
+        otherwise: the reply in place of those of a server that failed, if another one has answered.
+        """
+        found: dict[int, Reply] = {}
+        failure: Exception | None = None
+        failed: list[int] = []
+        for endpoint, places in self._by_server(keys).items():
+            try:
+                with self._of_several(endpoint, places, keys):
+                    replies = self.at(endpoint, *(requests[place] for place in places))
+            except LinkLost as error:
+                failure = failure or error
+                failed += places
+                continue
+            for place, value in zip(places, replies, strict=True):
+                detour = self.topology.redirected(value, endpoint) if isinstance(value, ServerError) else None
+                if detour is not None:
+                    found[place] = self._along(detour, [requests[place]], Link.answer)
+                elif isinstance(value, ServerError):
+                    failure = failure or value
+                else:
+                    found[place] = value
+        if otherwise is not None and found and isinstance(failure, LinkLost):
+            return [found.get(place, otherwise) if place in failed else found[place] for place in range(len(keys))]
+        if failure is not None:
+            raise failure
+        return [found[place] for place in range(len(keys))]
 
     def fetch(self, keys: Sequence[bytes], requests: Sequence[bytes], read: Callable[[Link], T]) -> list[T]:
         """Like `many`, for large replies: `read` takes each of them."""
         found: dict[int, T] = {}
-        refusal: ServerError | None = None
+        failure: Exception | None = None
         for place, value in self.replies(keys, requests, lambda link, place: read(link)):
-            if isinstance(value, ServerError):
-                refusal = refusal or value
+            if isinstance(value, Exception):
+                failure = failure or value
             else:
                 found[place] = value
-        if refusal is not None:
-            raise refusal
+        if failure is not None:
+            raise failure
         return [found[place] for place in range(len(keys))]
 
     def replies(
         self, keys: Sequence[bytes], requests: Sequence[bytes], read: Callable[..., T]
-    ) -> Iterator[tuple[int, T | ServerError]]:
-        """Yield the place in `keys` of each large reply, as soon as it is there, and the result of `read` or a refusal.
+    ) -> Iterator[tuple[int, T | Exception]]:
+        """Yield the place in `keys` of each large reply, as soon as it is there, and the result of `read` or why there
+        is none: a refusal, or a failure of its server. Raises the failure of a server that has all of them.
 
         read: called with the link, and with `place=` that of the key. If it leaves a reply unread, the others are asked
         for again on another connection.
         """
         for endpoint, places in self._by_server(keys).items():
             left = places
-            while left:
+            failure: Exception | None = None
+            while left and failure is None:
                 moved: list[tuple[int, Detour]] = []
                 done = asked = 0
-                with self._link(endpoint) as link, self._ahead() as most:
-                    while done < len(left) and not link.midway:
-                        ahead = left[asked : done + most(link.announced_bytes)]
-                        asked += len(ahead)
-                        if ahead:
-                            link.queue(b"".join([requests[place] for place in ahead]), replies=len(ahead))
-                        place = left[done]
-                        value = _or_refusal(link, partial(read, place=place))
-                        done += 1
-                        detour = self.topology.redirected(value, endpoint) if isinstance(value, ServerError) else None
-                        if detour is None:
-                            yield place, value
-                        else:
-                            moved.append((place, detour))
+                try:
+                    with self._of_several(endpoint, places, keys), self._link(endpoint) as link, self._ahead() as most:
+                        while done < len(left) and not link.midway:
+                            ahead = left[asked : done + most(link.announced_bytes)]
+                            asked += len(ahead)
+                            if ahead:
+                                link.queue(b"".join([requests[place] for place in ahead]), replies=len(ahead))
+                            place = left[done]
+                            value = _or_refusal(link, partial(read, place=place))
+                            done += 1
+                            refused = isinstance(value, ServerError)
+                            detour = self.topology.redirected(value, endpoint) if refused else None  # type: ignore[arg-type]
+                            if detour is None:
+                                yield place, value
+                            else:
+                                moved.append((place, detour))
+                except Exception as error:
+                    if len(places) == len(keys):  # there is no other server
+                        raise
+                    failure = error
                 for place, detour in moved:
                     try:
                         yield place, self._along(detour, [requests[place]], partial(read, place=place))
                     except ServerError as error:
                         yield place, error
                 left = left[done:]
+            for place in left:
+                assert failure is not None
+                yield place, failure
 
     def send(
         self, keys: Sequence[bytes], requests: Sequence[Sequence[Part]], read: Callable[[Link], T]
@@ -137,7 +176,7 @@ class Exchange:
             try:
                 if failing_seconds >= self._links.patience:
                     raise Unreachable(f"{endpoint} was not tried: other servers did not answer in time")
-                with self._link(endpoint) as link, self._ahead() as most:
+                with self._of_several(endpoint, places, keys), self._link(endpoint) as link, self._ahead() as most:
                     while answered < len(places):
                         while sent < len(places) and sent - answered < most(sum(map(len, requests[places[sent]]))):
                             link.queue(*requests[places[sent]])
@@ -163,27 +202,22 @@ class Exchange:
                     outcome = error
                 yield place, outcome
 
-    def _spread(
-        self, keys: Sequence[bytes], exchange: Callable[[Endpoint, Sequence[int]], Sequence[T | ServerError]],
-        request: Callable[[int], Sequence[Part]], read: Callable[[Link], T],
-    ) -> list[T]:  # fmt: skip
-        """Call `exchange` for each server with its keys; then follow its redirections, one by one.
+    @contextlib.contextmanager
+    def _of_several(self, endpoint: Endpoint, places: Sequence[int], keys: Sequence[bytes]) -> Iterator[None]:
+        """Ask one server about some of `keys`. If it failed a moment ago it is left alone, unless it has all of them.
 
-        Both get places in `keys`. Raises the first refusal, after all others are done.
+        Raises Unreachable then: what others have does not wait for it each time.
         """
-        found: dict[int, T] = {}
-        refusal: ServerError | None = None
-        for endpoint, mine in self._by_server(keys).items():
-            for place, value in zip(mine, exchange(endpoint, mine), strict=True):
-                if not isinstance(value, ServerError):
-                    found[place] = value
-                elif (detour := self.topology.redirected(value, endpoint)) is not None:
-                    found[place] = self._along(detour, request(place), read)
-                else:
-                    refusal = refusal or value
-        if refusal is not None:
-            raise refusal
-        return [found[place] for place in range(len(keys))]
+        began = time.monotonic()
+        if len(places) < len(keys) and began < self._failing.get(endpoint, began):
+            raise Unreachable(f"{endpoint} was not asked again: it failed a moment ago")
+        try:
+            yield
+        except LinkLost:
+            now = time.monotonic()
+            self._failing[endpoint] = now + _LEFT_ALONE * min(now - began, self._links.patience)
+            raise
+        self._failing.pop(endpoint, None)
 
     @contextlib.contextmanager
     def _ahead(self) -> Iterator[Callable[[int], int]]:

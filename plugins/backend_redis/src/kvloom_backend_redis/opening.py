@@ -149,7 +149,7 @@ def _pairs(reply: Reply) -> dict[str, str]:
 
 
 def _warn(endpoint: Endpoint, info: dict[str, str], config: RedisConfig) -> None:
-    policy = info.get("maxmemory_policy", "")
+    policy = one_line(info.get("maxmemory_policy", ""))
     if info.get("maxmemory") == "0":
         logger.warning(
             "%s has no maxmemory and will take all available memory; set it, and maxmemory-policy allkeys-lru",

@@ -28,14 +28,17 @@ class KVLoomHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
         extra = storage_config.extra_config or {}
+        problems: list[tuple[str, str]] = []
         if not isinstance(extra.get("config"), str | Mapping):
-            raise ConfigError(f"{_WHERE}.config", "missing: a YAML file with kvloom's tiers, its path or its content")
+            problems.append((f"{_WHERE}.config", "missing: a YAML file with kvloom's tiers, its path or its content"))
         if not isinstance(extra.get("revision", ""), str):
-            raise ConfigError(f"{_WHERE}.revision", "expected text: the commit of the weights, or any name for them")
+            problems.append((f"{_WHERE}.revision", "expected text: the commit of the weights, or any name for them"))
         timeout = extra.get("timeout", 30.0)
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= _MOST_SECONDS:
             text = f"expected seconds, more than 0 and at most {_MOST_SECONDS}, got {timeout!r}"
-            raise ConfigError(f"{_WHERE}.timeout", text)
+            problems.append((f"{_WHERE}.timeout", text))
+        if problems:
+            raise ConfigError.of_all(problems)
         self._storage = storage_config
         self._config = EngineConfig.load(extra["config"])
         self._revision, self._timeout = extra.get("revision", ""), float(timeout)

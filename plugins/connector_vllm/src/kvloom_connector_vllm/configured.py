@@ -16,8 +16,9 @@ from .paged.blocks import VLLMConnector
 from .paged.settings import Geometry
 from .scheduling.plan import Group
 
+_WHERE = "kv_connector_extra_config"
 _EXTRA = {"config", "async_load", "by_layer"}
-
+_MISSING = "missing: the path of a YAML file (docs/use/vllm.md has one)"
 
 _TYPES = {one.type: one for one in (VLLMConnector, VLLMBlobConnector)}
 
@@ -36,39 +37,40 @@ class Settings:
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], *, ranks: int) -> Settings:
-        """Raises ConfigError, with the path of what cannot work and what to do. ranks: of all stages together."""
-        where = "kv_connector_extra_config"
-        unknown = sorted(set(extra) - _EXTRA)
-        if unknown:
-            raise ConfigError(f"{where}.{unknown[0]}", f"unknown key; there are {', '.join(sorted(_EXTRA))}")
-        if "config" not in extra:
-            raise ConfigError(f"{where}.config", "missing: the path of a YAML file (docs/use/vllm.md has one)")
-        asynchronous = extra.get("async_load", True)
-        if not isinstance(asynchronous, bool):
-            raise ConfigError(f"{where}.async_load", f"expected true or false, got {asynchronous!r}")
-        if not asynchronous and ranks > 1:
+        """Raises ConfigError, with each path of what cannot work and what to do. ranks: of all stages together."""
+        known = ", ".join(sorted(_EXTRA))
+        problems = [(f"{_WHERE}.{name}", f"unknown key; there are {known}") for name in sorted(set(extra) - _EXTRA)]
+        asynchronous, by_layer = extra.get("async_load", True), extra.get("by_layer", False)
+        for name, value in (("async_load", asynchronous), ("by_layer", by_layer)):
+            if not isinstance(value, bool):
+                problems.append((f"{_WHERE}.{name}", f"expected true or false, got {value!r}"))
+        if asynchronous is False and ranks > 1:
             text = "with several ranks one cannot know in time that another's load failed; remove it"
-            raise ConfigError(f"{where}.async_load", text)
-        by_layer = extra.get("by_layer", False)
-        if not isinstance(by_layer, bool):
-            raise ConfigError(f"{where}.by_layer", f"expected true or false, got {by_layer!r}")
-        if by_layer and asynchronous:
-            raise ConfigError(f"{where}.by_layer", 'goes with "async_load": false, where a step waits for its KV')
-        config = EngineConfig.load(extra["config"])
+            problems.append((f"{_WHERE}.async_load", text))
+        if by_layer is True and asynchronous is True:
+            problems.append((f"{_WHERE}.by_layer", 'goes with "async_load": false, where a step waits for its KV'))
+        if "config" not in extra:
+            problems.append((f"{_WHERE}.config", _MISSING))
+        try:
+            config = EngineConfig.load(extra.get("config", {}))
+        except ConfigError as error:
+            raise ConfigError.of_all([*problems, (error.path, error.problem)]) from None
         word = config.connector.type
         if word not in _TYPES and word != EngineConfig().connector.type:
-            raise ConfigError("connector", f"{word!r} does not read vLLM's memory; write {' or '.join(_TYPES)}")
+            problems.append(("connector", f"{word!r} does not read vLLM's memory; write {' or '.join(_TYPES)}"))
         if config.tokens.type != "chunked":
-            raise ConfigError("tokens", "vLLM's own block hashes name the chunks; remove this block")
+            problems.append(("tokens", "vLLM's own block hashes name the chunks; remove this block"))
         if config.blend is not None:
-            raise ConfigError("blend", "vLLM only reuses KV of prefixes; remove this block")
+            problems.append(("blend", "vLLM only reuses KV of prefixes; remove this block"))
         kind = _TYPES.get(word, VLLMConnector)
         shards = config.connector.settings.get("shards", 0)
         if shards and kind is VLLMConnector:
             text = "opaque pages are only of use to as many ranks; write {type: vllm_blob, ...}"
-            raise ConfigError("connector.shards", text)
-        if isinstance(shards, bool) or not isinstance(shards, int) or shards < 0:
-            raise ConfigError("connector.shards", f"expected a number of parts, got {shards!r}")
+            problems.append(("connector.shards", text))
+        elif isinstance(shards, bool) or not isinstance(shards, int) or shards < 0:
+            problems.append(("connector.shards", f"expected a number of parts, got {shards!r}"))
+        if problems:
+            raise ConfigError.of_all(problems)
         return cls(config, asynchronous, kind, by_layer, shards)
 
     @property
@@ -98,7 +100,7 @@ class Settings:
         self._whole(blocks)
         if self.by_request(identities) and not self.async_load:
             text = "with windows, states or several groups of KV cache, a request has to wait for its KV; remove it"
-            raise ConfigError("kv_connector_extra_config.async_load", text)
+            raise ConfigError(f"{_WHERE}.async_load", text)
         if any(one.state for one in identities) and not (self.engine.save_tails or self.engine.chunk_tokens == blocks):
             text = (
                 f"states are kept at the ends of prompts, where no chunk ends; remove it, or set chunk_tokens: {blocks}"
@@ -127,15 +129,27 @@ class Settings:
 
 def check_offloading(extra: Mapping[str, Any]) -> None:
     """Raise ConfigError for kvloom's part in vLLM's own offloading: the spec, or a tier below the host memory."""
+    problems: list[tuple[str, str]] = []
     if extra.get("spec_name") == "KVLoomOffloadingSpec":
-        check_config(EngineConfig.load(OffloadSettings.read(extra).config))
+        problems += _wrong(lambda: check_config(EngineConfig.load(OffloadSettings.read(extra).config)))
     tiers = extra.get("secondary_tiers")
     for number, tier in enumerate(tiers if isinstance(tiers, list) else ()):
         if isinstance(tier, Mapping) and tier.get("type") == "KVLoomTier":
             if "config" not in tier:
-                where = f"kv_connector_extra_config.secondary_tiers.{number}.config"
-                raise ConfigError(where, "missing: the path of a YAML file (docs/use/vllm.md has one)")
-            check_config(EngineConfig.load(tier["config"]))
+                problems.append((f"{_WHERE}.secondary_tiers.{number}.config", _MISSING))
+            else:
+                problems += _wrong(lambda config=tier["config"]: check_config(EngineConfig.load(config)))  # type: ignore[misc]
+    if problems:
+        raise ConfigError.of_all(problems)
+
+
+def _wrong(check: Callable[[], object]) -> list[tuple[str, str]]:
+    """The problem that `check` raises, if any."""
+    try:
+        check()
+    except ConfigError as error:
+        return [(error.path, error.problem)]
+    return []
 
 
 def has_shared_tier(config: EngineConfig) -> bool:

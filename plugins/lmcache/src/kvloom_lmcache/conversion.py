@@ -52,22 +52,35 @@ def import_config(
             raise ConfigError("fields", f"{count} of them; LMCache has some 200")
     fields = {name: value for name, value in source.items() if isinstance(name, str)}
     found = [ConfigError(shown(name), "should be the name of a field") for name in source if name not in fields]
-    while True:  # without each field that is wrong, until all of them are known
+    made: Imported | None = None
+    while made is None:  # without each field that is wrong, until all of them are known
         try:
             draft, written = _drafted(fields, connector, separator)
-            break
         except ConfigError as error:
             found.append(error)
-            if error.path not in fields:
+            if not _without(fields, error.path):
                 break
-            del fields[error.path]
-    if found:
-        first, *rest = {str(one): one for one in found}.values()  # long numbers are shown alike
-        raise ConfigError(first.path, "\n".join([first.problem, *map(str, rest)]))
-    _end(draft)
-    _as_written(draft.done, written)
-    _check(draft.done)
-    return draft.done
+        else:
+            made = draft.done
+    if made is not None and (not found or made.config["tiers"]):  # else the tier that is lacking was in a wrong field
+        _end(draft)
+        _as_written(made, written)
+        found += _wrong(made)
+    if found or made is None:
+        raise ConfigError.of_all((one.path, one.problem) for one in found)
+    return made
+
+
+def _without(fields: dict[str, Any], path: str) -> bool:
+    """Remove a field, or a setting in `extra_config`; return whether there was one."""
+    name = path.removeprefix("extra_config.")
+    if path in fields:
+        del fields[path]
+    elif path != name and name in fields.get("extra_config", ()):
+        fields["extra_config"] = {key: value for key, value in fields["extra_config"].items() if key != name}
+    else:
+        return False
+    return True
 
 
 def _drafted(
@@ -83,11 +96,12 @@ def _drafted(
 def import_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """The fields that LMCACHE_ variables set, with values as YAML has them.
 
-    Raises ConfigError, naming the variable, for a value that YAML cannot read.
+    Raises ConfigError that names each variable whose value YAML cannot read.
     """
     import yaml
 
     prefix, fields = "LMCACHE_", {}
+    wrong: list[tuple[str, str]] = []
     for name, text in environment.items():
         if not name.startswith(prefix) or name in _NO_FIELDS:
             continue
@@ -95,7 +109,9 @@ def import_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         try:
             fields[field] = text if field in _TEXTS else load_yaml(text)[0]
         except (yaml.YAMLError, ValueError, RecursionError):
-            raise ConfigError(name, "is not YAML") from None
+            wrong.append((name, "is not YAML"))
+    if wrong:
+        raise ConfigError.of_all(wrong)
     return fields
 
 
@@ -232,14 +248,15 @@ def _end(draft: Draft) -> None:
         raise ConfigError("local_cpu", "no tier is left: kvloom keeps KV in memory, on a disk or in a store")
 
 
-def _check(done: Imported) -> None:
-    """Check that it is a configuration, whatever plugins are installed. Raises ConfigError with the names of the
-    fields."""
+def _wrong(done: Imported) -> list[ConfigError]:
+    """The reasons why it is no configuration, whatever plugins are installed, each with the names of its fields."""
     try:
         EngineConfig.load(done.tried())
     except ConfigError as error:
-        text = error.problem.splitlines()[0]
-        raise ConfigError(_origin(done, error.path.split(".")), f"as `{error.path}`: {text}") from None
+        first, *rest = error.problem.splitlines()
+        problems = [(error.path, first), *(line.split(": ", 1) for line in rest if ": " in line)]
+        return [ConfigError(_origin(done, path.split(".")), f"as `{path}`: {text}") for path, text in problems]
+    return []
 
 
 def _origin(done: Imported, path: Sequence[str]) -> str:

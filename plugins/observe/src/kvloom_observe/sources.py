@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import math
 import os
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -17,9 +18,13 @@ from kvloom import ConfigError, pip_install
 
 from .ending import Ending, in_time
 from .live import sockets
+from .prometheus.metrics import METRICS
 
 _MAX_METRICS_BYTES = 16 << 20
 """Many times as much as an endpoint of many engines has."""
+
+_LINE = re.compile(r"^(?:# (?:HELP|TYPE) )?([A-Za-z0-9_:]+).*$", re.MULTILINE)
+_ENDINGS = ("", "_total", "_created", "_bucket", "_count", "_sum")
 
 Read = Callable[[bool], dict[str, Any]]
 """Gives a snapshot, with columns to plot or without. Raises OSError or ValueError that names the place."""
@@ -136,13 +141,19 @@ def scrape(url: str) -> dict[str, Any]:
     except ValueError:
         raise ValueError(f"{url}: not a URL that can be fetched; check it") from None
     try:
-        families = {family.name: family for family in text_string_to_metric_families(text)}
+        families = {family.name: family for family in text_string_to_metric_families(_of_kvloom(text))}
     except (ValueError, IndexError):  # the latter comes of an end where the parser looks for a name
         raise ValueError(f"{url}: no metrics of Prometheus") from None
     try:
         return _snapshot(families)
     except (KeyError, IndexError):  # a metric or a label is lacking
         raise ValueError(f"{url}: no metrics of kvloom") from None
+
+
+def _of_kvloom(text: str) -> str:
+    """The lines of kvloom's own metrics. Parsed, a metric takes many times its length, and there may be any number."""
+    known = {metric.name + ending for metric in METRICS for ending in _ENDINGS}
+    return "".join(f"{line[0]}\n" for line in _LINE.finditer(text) if line[1] in known)
 
 
 def _snapshot(families: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from kvloom import ByteSize, KVSpec, Segment, TokenDatabase, int32_tokens, select
+from kvloom import BackendError, ByteSize, KVSpec, Segment, TokenDatabase, int32_tokens, select
 from kvloom import Config as BaseConfig
 from kvloom_tokens_radix.cutting import Rules
 from kvloom_tokens_radix.journal import Journal
@@ -55,6 +55,7 @@ class RadixTokenDatabase(TokenDatabase):
         super().__init__(config, spec)
         self._settings = config
         self._directory = None if config.path is None else _made(config.path)
+        self._closed = False
         self._begin()
         _everybody.add(self)
 
@@ -82,13 +83,19 @@ class RadixTokenDatabase(TokenDatabase):
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             known, self._known = self._known, {}
         for _, journal in known.values():
             if journal is not None:
                 journal.close()
 
     def _tree(self) -> tuple[Tree, Journal | None]:
-        """The tree of this fingerprint. Its journal is read when it is first needed."""
+        """The tree of this fingerprint. Its journal is read when it is first needed.
+
+        Raises BackendError once this is closed: a call that is late would take a journal again, and keep it.
+        """
+        if self._closed:
+            raise BackendError("the token database is closed")
         about = (self.fingerprint, self.chunk_tokens)
         if about not in self._known:
             settings = self._settings
@@ -98,7 +105,7 @@ class RadixTokenDatabase(TokenDatabase):
                 text = "\0".join((DOMAIN, *map(str, (*about, settings.min_tokens, settings.align_tokens))))
                 name = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
                 journal = Journal(self._directory, name, self._lock)
-                journal.load(tree)
+                tree = journal.load(tree)
             self._known[about] = tree, journal
         return self._known[about]
 

@@ -29,6 +29,8 @@ _RETRY_SECONDS = 60.0
 _CLOSE_SECONDS = 5.0
 _LOAD_SECONDS = 10.0
 """Maximum time to read a file; the rest is left out. A whole one takes less than a second."""
+_HANG_FACTOR = 2
+"""Multiple of that after which the file system counts as hung."""
 _BATCH = 64
 """Nodes in one record of a file that is written anew."""
 _SNAPSHOT = b"*"
@@ -55,30 +57,64 @@ class Journal:
         self._retry_at = 0.0
         self._tree: Tree
 
-    def load(self, tree: Tree) -> None:
-        """Load the saved sequences into `tree`, which is empty."""
+    def load(self, tree: Tree) -> Tree:
+        """The tree of the saved sequences; `tree`, which is empty, if they cannot be read in time.
+
+        On a thread: calls of a network file system may never return, and then nothing is saved either.
+        """
         self._tree = tree
+        ended, results = threading.Lock(), list[tuple[Tree, slots.Slot | None, int]]()
+        given_up = False
+
+        def work() -> None:
+            loaded = Tree(tree.rules, tree.memory_bytes)
+            slot, good_bytes = self._loaded(loaded)
+            with ended:
+                if not given_up:
+                    results.append((loaded, slot, good_bytes))
+                    return
+            if slot is not None:
+                slot.release()
+
+        thread = threading.Thread(target=work, name="kvloom-radix-load", daemon=True)
         try:
-            self._slot, begin = slots.take(self._directory, self._name)
+            thread.start()
+        except RuntimeError:  # the machine has no more threads
+            work()
+        else:
+            thread.join(_HANG_FACTOR * _LOAD_SECONDS)
+        with ended:
+            given_up = not results
+        if given_up:
+            logger.warning("learnt prompts are not saved: %s does not answer", self._directory)
+            return tree
+        ((self._tree, self._slot, good_bytes),) = results
+        if good_bytes:
+            self._anew, self._bytes, self._limit_bytes = False, good_bytes, _limit(self._tree.nbytes)
+        return self._tree
+
+    def _loaded(self, tree: Tree) -> tuple[slots.Slot | None, int]:
+        """Load into `tree`. The slot, if there is one, and the bytes of its file that may stay as they are."""
+        try:
+            slot, begin = slots.take(self._directory, self._name)
         except OSError as error:
             logger.warning("learnt prompts are not saved: %s: %s", self._directory, one_line(error))
-            return
+            return None, 0
         if begin is None:
-            return
+            return slot, 0
         try:
-            good_bytes = self._replay(begin)
+            good_bytes = self._replay(begin, tree)
         except Exception as error:
             logger.warning("starting afresh: cannot read %s: %s: %s", begin, type(error).__name__, one_line(error))
             tree.clear()
-            return
-        if self._slot.path == begin and good_bytes:
-            self._anew, self._bytes, self._limit_bytes = False, good_bytes, _limit(tree.nbytes)
+            return slot, 0
+        return slot, good_bytes if slot is not None and slot.path == begin else 0
 
-    def _replay(self, path: Path) -> int:
+    def _replay(self, path: Path, tree: Tree) -> int:
         """The number of leading bytes of the file that are intact; 0 if none are."""
         until = time.monotonic() + _LOAD_SECONDS
-        replay, good_bytes = Replay(self._tree, go_on=lambda: time.monotonic() < until), 0
-        most_bytes = 2 * self._tree.memory_bytes + _WAITING_BYTES
+        replay, good_bytes = Replay(tree, go_on=lambda: time.monotonic() < until), 0
+        most_bytes = 2 * tree.memory_bytes + _WAITING_BYTES
         with open(slots.regular(path, os.O_RDONLY), "rb") as file:
             try:
                 for payload, end in payloads(file, most_bytes=most_bytes):

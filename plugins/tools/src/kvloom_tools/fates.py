@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kvloom import BackendError, CorruptBlobError, KVLoomError, UnreadableBlobError, envelope, leading, output
 from kvloom.inspection import Store, at_once
 from kvloom_tools.model import Keys
-from kvloom_tools.stores import QUARANTINE
+from kvloom_tools.stores import QUARANTINE, answers
 
 if TYPE_CHECKING:
     import torch
@@ -96,24 +96,28 @@ def fates(opened: Sequence[Store], question: Question, failed: dict[str, KVLoomE
                     raise
     opened = [store for store in opened if store.name in said]
     nowhere = [index for index in range(len(names)) if not any(of[index].state == HIT for of in said.values())]
-    elsewhere = _elsewhere(opened, question, {index: segments[index] for index in nowhere}) if nowhere else {}
+    silent = [name for name in failed if name not in said]
+    elsewhere = _elsewhere(opened, question, {index: segments[index] for index in nowhere}, failed) if nowhere else {}
     return [
-        _fate(segment, {name: of[index] for name, of in said.items()}, elsewhere.get(index), failed)
+        _fate(segment, {name: of[index] for name, of in said.items()}, elsewhere.get(index), silent)
         for index, segment in enumerate(segments)
     ]
 
 
-def left_of(opened: Sequence[Store], question: Question, found: Sequence[Fate]) -> list[Fate]:
+def left_of(
+    opened: list[Store], question: Question, found: Sequence[Fate], failed: dict[str, KVLoomError]
+) -> list[Fate]:  # fmt: skip
     """In the place of the first chunk that no tier gives: the pieces of it, by shorter prompts, that a retrieve takes.
 
-    found: of this question. Raises BackendError if a tier does not answer.
+    found: of this question. failed: see `answers`.
     """
     lost = next((fate for fate in found if fate.verdict != HIT), None)
     named = [] if lost is None else question.keys.pieces(question.prompt, lost.start, question.salts[0])
     if lost is None or not named:
         return []
     names = [str(piece.key) for piece in named]
-    said = {store.name: _Tier(store, question).ask(names, lambda: None) for store in opened}
+    told = answers(opened, failed, lambda store: _Tier(store, question).ask(names, lambda: None))
+    said = {store.name: of for store, of in told}
     fates = [
         _fate(piece, {name: of[index] for name, of in said.items()}, None, ()) for index, piece in enumerate(named)
     ]
@@ -230,15 +234,17 @@ class _Tier:
         return _Said(GONE, "never stored, or evicted: there is no record of that")
 
 
-def chunk_tokens_of(opened: Sequence[Store], keys: Keys) -> int | None:
+def chunk_tokens_of(opened: list[Store], keys: Keys, failed: dict[str, KVLoomError]) -> int | None:
     """The number of tokens in a chunk of this model that the tiers hold; None if they hold none that can be read.
 
     Looks at a few. Where they could all be chunks and pieces of this configuration, that is what they are.
+    failed: see `answers`.
     """
     spans = keys.spans()
-    for store in opened:
+    listed = answers(opened, failed, lambda store: [*islice(store.entries(f"{keys.fingerprint}/"), _LOOKED_AT)])
+    for store, entries in listed:
         lengths, others = [0], [0]
-        for entry in islice(store.entries(f"{keys.fingerprint}/"), _LOOKED_AT):
+        for entry in entries:
             with suppress(BackendError):
                 header = store.ask(partial(store.header, entry.key))
                 if header is not None:
@@ -254,13 +260,15 @@ def chunk_tokens_of(opened: Sequence[Store], keys: Keys) -> int | None:
 # -- under other names -------------------------------------------------------------------------------------------------
 
 
-def _elsewhere(opened: Sequence[Store], question: Question, wanted: Mapping[int, Segment]) -> dict[int, _Said]:
+def _elsewhere(
+    opened: list[Store], question: Question, wanted: Mapping[int, Segment], failed: dict[str, KVLoomError]
+) -> dict[int, _Said]:  # fmt: skip
     """For chunks that are nowhere under their own key: what they are stored under, the nearer reason first.
 
     A token database may cut the prompt at other places under another name; then nothing can be said of the chunk.
     """
     found: dict[int, _Said] = {}
-    places = list(islice(_places(opened, question), _MOST_PLACES))
+    places = list(islice(_places(opened, question, failed), _MOST_PLACES))
     with output.progress("looking elsewhere", len(places)) as step:
         for salt, fingerprint, state, text in places:
             segments = question.keys.segments(question.prompt, salt, fingerprint=fingerprint)
@@ -269,34 +277,32 @@ def _elsewhere(opened: Sequence[Store], question: Question, wanted: Mapping[int,
                 index: there[span] for index, one in wanted.items()
                 if index not in found and (span := (one.start, one.end)) in there
             }  # fmt: skip
-            for index, tiers in zip(asked, _held(opened, [*asked.values()]), strict=True):
+            for index, tiers in zip(asked, _held(opened, [*asked.values()], failed), strict=True):
                 if tiers:
                     found[index] = _Said(state, f"{text} (in {tiers})")
             step()
     return found
 
 
-def _places(opened: Sequence[Store], question: Question) -> Iterator[tuple[str, str, str, str]]:
+def _places(
+    opened: list[Store], question: Question, failed: dict[str, KVLoomError]
+) -> Iterator[tuple[str, str, str, str]]:  # fmt: skip
     """Salt, fingerprint, verdict, and what to say of a chunk that is there."""
     keys, (salt, *others) = question.keys, question.salts
     for other in others:
         yield other, keys.fingerprint, OTHER_SALT, f"stored under another salt, {other!r}"
-    for found, record in {name: record for store in opened for name, record in store.records().items()}.items():
+    told = answers(opened, failed, lambda store: store.records())
+    for found, record in {name: record for _, records in told for name, record in records.items()}.items():
         if found != keys.fingerprint:
             text = "; ".join(differences(record["identity"], keys.identity)) or "another version of kvloom"
             yield salt, found, OTHER_FINGERPRINT, f"stored under another fingerprint, {found[:8]}: {text}"
 
 
-def _held(opened: Sequence[Store], segments: Sequence[Segment]) -> list[str]:
+def _held(opened: list[Store], segments: Sequence[Segment], failed: dict[str, KVLoomError]) -> list[str]:
     """For each segment, the tiers that say they hold it."""
-    names: list[list[str]] = [[] for _ in segments]
     keys = [str(segment.key) for segment in segments]
-    for store in opened:
-        backend = store.backend
-        for index, there in enumerate(store.ask(lambda backend=backend: backend.contains_many(keys))):  # type: ignore[misc]
-            if there:
-                names[index].append(store.name)
-    return [", ".join(tiers) for tiers in names]
+    told = answers(opened, failed, lambda store: store.ask(lambda: list(store.backend.contains_many(keys))))
+    return [", ".join(store.name for store, there in told if there[index]) for index in range(len(keys))]
 
 
 def differences(stored: Any, asked: Any, at: str = "") -> list[str]:

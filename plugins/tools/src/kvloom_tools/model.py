@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ MOST_BYTES = 64 << 20
 if TYPE_CHECKING:
     import torch
 
-    from kvloom import EngineConfig, KVSpec, Segment
+    from kvloom import EngineConfig, KVLoomError, KVSpec, Segment
     from kvloom.inspection import Resolved, Store
 
 
@@ -132,18 +131,24 @@ def spec_from(value: Any) -> KVSpec:
 
 
 def recorded(
-    opened: Sequence[Store], config: EngineConfig, resolved: Resolved, *, model: str | None = None
-) -> list[Keys]:
+    opened: list[Store], config: EngineConfig, resolved: Resolved, failed: dict[str, KVLoomError], *,
+    model: str | None = None,
+) -> list[Keys]:  # fmt: skip
     """The model of which the tiers have records that this configuration could have made: every rank of it.
 
-    model: its name, where there are several. Raises ConfigError if there is none, or more than one.
+    failed: see `answers`. model: its name, where there are several. Raises ConfigError if there is none, or more than
+    one; the error of a tier that failed if none is left.
     """
+    from kvloom_tools.stores import answers
+
     found: dict[str, Keys] = {}
-    for store in opened:
-        for fingerprint, record in store.records().items():
+    for _, records in answers(opened, failed, lambda store: store.records()):
+        for fingerprint, record in records.items():
             keys = _made_of(config, resolved, record["spec"])
             if keys is not None and keys.fingerprint == fingerprint and model in (None, keys.spec.model):
                 found[fingerprint] = keys
+    if not opened and failed:
+        raise next(reversed(failed.values()))
     if not found:
         about = f"of {model!r} " if model else ""
         raise ConfigError("--spec", f"no tier has a record {about}that this configuration could have made; give a spec")

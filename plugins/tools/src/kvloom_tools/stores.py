@@ -6,17 +6,19 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvloom import BackendError, ConfigError, KVLoomError, output
 
 if TYPE_CHECKING:
     from kvloom import KVSpec
     from kvloom.inspection import Resolved, Store, TierChoice
+
+T = TypeVar("T")
 
 QUARANTINE = "quarantine/"
 """Prefix of the keys of corrupt blobs that `kvloom scrub` set aside."""
@@ -56,6 +58,20 @@ def reachable(
     if not found:
         raise next(iter(failed.values()))
     return found, failed
+
+
+def answers(
+    opened: list[Store], failed: dict[str, KVLoomError], ask: Callable[[Store], T]
+) -> list[tuple[Store, T]]:  # fmt: skip
+    """Each tier's answer. One that gives none is removed from `opened`, and its error is added to `failed`."""
+    found = []
+    for store in tuple(opened):
+        try:
+            found.append((store, ask(store)))
+        except BackendError as error:
+            failed[store.name] = error
+            opened.remove(store)
+    return found
 
 
 def say_left_out(failed: Mapping[str, KVLoomError]) -> None:

@@ -25,18 +25,23 @@ class Settings:
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> Settings:
-        """Raises ConfigError, with the path of what cannot work and what to do."""
-        unknown = sorted(set(extra) - set(_KEYS))
-        if unknown:
-            raise ConfigError(f"{WHERE}.{unknown[0]}", f"unknown key; there are {', '.join(_KEYS)}")
+        """Raises ConfigError, with each path of what cannot work and what to do."""
+        known = ", ".join(_KEYS)
+        problems = [(f"{WHERE}.{name}", f"unknown key; there are {known}") for name in sorted(set(extra) - set(_KEYS))]
         if "config" not in extra:
-            raise ConfigError(f"{WHERE}.config", "missing: the path of a YAML file (docs/use/blend-vllm.md has one)")
+            text = "missing: the path of a YAML file (docs/use/blend-vllm.md has one)"
+            problems.append((f"{WHERE}.config", text))
         least = extra.get("least_found", 0.5)
         if isinstance(least, bool) or not isinstance(least, int | float) or not 0 < least <= 1:
-            raise ConfigError(f"{WHERE}.least_found", f"expected a share above 0, up to 1, got {least!r}")
-        config = EngineConfig.load(extra["config"])
-        if config.blend is None:
-            raise ConfigError("blend", "is not there; name an executor and a retriever")
+            problems.append((f"{WHERE}.least_found", f"expected a share above 0, up to 1, got {least!r}"))
+        try:
+            config = EngineConfig.load(extra.get("config", {}))
+        except ConfigError as error:
+            raise ConfigError.of_all([*problems, (error.path, error.problem)]) from None
+        if config.blend is None and "config" in extra:
+            problems.append(("blend", "is not there; name an executor and a retriever"))
+        if problems or config.blend is None:
+            raise ConfigError.of_all(problems)
         return cls(config, float(least), config.blend.min_tokens)
 
 

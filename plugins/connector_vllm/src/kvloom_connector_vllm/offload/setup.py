@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from kvloom import ByteSize, Config, ConfigError, Duration, KVSpec
+from kvloom import ByteSize, Config, Duration, KVSpec, validated
 
 from ..identity import digest_of, name_of, plain_json, revision_of, text_config
 from ..weights import folder_digest
@@ -34,12 +34,9 @@ class OffloadSettings(Config):
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> OffloadSettings:
-        """Raises ConfigError, with the path of what cannot work. Other keys are vLLM's."""
-        try:
-            return cls(**{name: extra[name] for name in cls.model_fields if name in extra})
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise ConfigError(f"kv_connector_extra_config.{first['loc'][0]}", first["msg"]) from error
+        """Raises ConfigError, with each path of what cannot work. Other keys are vLLM's."""
+        given = {name: extra[name] for name in cls.model_fields if name in extra}
+        return validated(cls, given, at="kv_connector_extra_config", by_line=True)
 
 
 def refuse(config: Any, offloading: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvloom import ConfigError, output
+from kvloom import BackendError, ConfigError, output
 from kvloom_tools.configuration import load
 from kvloom_tools.model import Keys, read_spec, recorded, tokenized
 
@@ -78,13 +78,15 @@ def add(commands: typer.Typer) -> None:
         with ExitStack() as stack:
             opened, failed = reachable(resolved, None, stack, made=into is not None)
             target = None if into is None else _target(opened, resolved, into, failed)
-            keyings = _keyings(prompts, opened, settings, resolved, spec=spec, model=model)
+            keyings = _keyings(prompts, opened, settings, resolved, failed, spec=spec, model=model)
             for keys in keyings:
                 stack.callback(keys.close)
             lines = list(_lines(prompts, keyings))
-            holders = _holders(opened, [segment.key for line in lines for segment in line.segments])
-            _measure(opened, [line for line in lines if line.keys is None], holders)
-            _lead_on(opened, [line for line in lines if line.keys is not None], holders)
+            holders = _holders(opened, [segment.key for line in lines for segment in line.segments], failed)
+            _measure(opened, [line for line in lines if line.keys is None], holders, failed)
+            _lead_on(opened, [line for line in lines if line.keys is not None], holders, failed)
+            if into in failed:
+                raise failed[into]
             copied = [] if target is None else _copied(opened, target, lines, holders, threads=threads)
             for key in (one.key for one in copied if one.outcome == "copied"):
                 holders[key].add(into or "")
@@ -138,14 +140,14 @@ def _target(opened: Sequence[Store], resolved: Resolved, name: str, failed: Mapp
 
 
 def _keyings(
-    prompts: Sequence[Prompt], opened: Sequence[Store], config: EngineConfig, resolved: Resolved, *, spec: Path | None,
-    model: str | None,
+    prompts: Sequence[Prompt], opened: list[Store], config: EngineConfig, resolved: Resolved,
+    failed: dict[str, KVLoomError], *, spec: Path | None, model: str | None,
 ) -> list[Keys]:  # fmt: skip
     """The keys of the prompts, for every rank of the model."""
     if all(prompt.key is not None for prompt in prompts):
         return []
     if spec is None:
-        return recorded(opened, config, resolved, model=model)
+        return recorded(opened, config, resolved, failed, model=model)
     kv = read_spec(spec)
     return [Keys(config, resolved, one) for one in sorted((kv, *kv.other_ranks()), key=lambda one: one.rank)]
 
@@ -164,12 +166,16 @@ def _lines(prompts: Iterable[Prompt], keyings: Sequence[Keys]) -> Iterator[Line]
             yield Line(prompt.line, keys.spec.rank, prompt.tokens.numel(), segments, prompt, keys)
 
 
-def _measure(opened: Sequence[Store], lines: Sequence[Line], holders: Mapping[ChunkKey, set[str]]) -> None:
+def _measure(
+    opened: list[Store], lines: Sequence[Line], holders: Mapping[ChunkKey, set[str]], failed: dict[str, KVLoomError]
+) -> None:  # fmt: skip
     """The number of tokens under each key, of a chunk or a piece; 0 if no tier has a readable header of it."""
     from kvloom.inspection import at_once
+    from kvloom_tools.stores import answers
 
     by_key = {line.segments[0].key: line for line in lines}
-    for store in opened:
+
+    def measure(store: Store) -> None:
         calls = [
             (key, partial(store.header, str(key)))
             for key, line in by_key.items()
@@ -178,13 +184,17 @@ def _measure(opened: Sequence[Store], lines: Sequence[Line], holders: Mapping[Ch
         for key, header in at_once(calls, seconds=store.choice.deadline, threads=store.backend.threads):
             if header is not None and not isinstance(header, Exception):
                 by_key[key].tokens = header.description.num_tokens
+
+    answers(opened, failed, measure)
     for line in lines:
         (segment,) = line.segments
         line.tokens = by_key[segment.key].tokens
         line.segments = [segment._replace(end=line.tokens)]
 
 
-def _lead_on(opened: Sequence[Store], lines: Sequence[Line], holders: dict[ChunkKey, set[str]]) -> None:
+def _lead_on(
+    opened: list[Store], lines: Sequence[Line], holders: dict[ChunkKey, set[str]], failed: dict[str, KVLoomError]
+) -> None:  # fmt: skip
     """Look for the pieces that an engine would take in the place of the first segment that is nowhere."""
     from kvloom import leading
 
@@ -193,23 +203,31 @@ def _lead_on(opened: Sequence[Store], lines: Sequence[Line], holders: dict[Chunk
         lost = next((segment for segment in line.segments if not holders[segment.key]), None)
         if lost is not None and line.keys is not None and line.prompt.tokens is not None:
             named.append((line, lost.start, line.keys.pieces(line.prompt.tokens, lost.start, line.prompt.salt)))
-    there = _holders(opened, [piece.key for _, _, pieces in named for piece in pieces])
+    there = _holders(opened, [piece.key for _, _, pieces in named for piece in pieces], failed)
     for line, start, pieces in named:
         line.pieces = leading([piece for piece in pieces if there[piece.key]], start)
         holders.update({piece.key: there[piece.key] for piece in line.pieces})
 
 
-def _holders(opened: Sequence[Store], keys: Iterable[ChunkKey]) -> dict[ChunkKey, set[str]]:
+def _holders(
+    opened: list[Store], keys: Iterable[ChunkKey], failed: dict[str, KVLoomError]
+) -> dict[ChunkKey, set[str]]:  # fmt: skip
     """For each key, the tiers that say that they hold it."""
+    from kvloom_tools.stores import answers
+
     holders: dict[ChunkKey, set[str]] = {key: set() for key in keys}
-    keys = list(holders)
-    for store in opened:
-        for start in range(0, len(keys), _ASKED):
-            some = keys[start : start + _ASKED]
-            for key, there in zip(some, _contains(store, some), strict=True):
-                if there:
-                    holders[key].add(store.name)
+    for store, there in answers(opened, failed, lambda store: _held(store, list(holders))):
+        for key in there:
+            holders[key].add(store.name)
     return holders
+
+
+def _held(store: Store, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+    held: list[ChunkKey] = []
+    for start in range(0, len(keys), _ASKED):
+        some = keys[start : start + _ASKED]
+        held += [key for key, there in zip(some, _contains(store, some), strict=True) if there]
+    return held
 
 
 def _contains(store: Store, keys: Sequence[ChunkKey]) -> list[bool]:
@@ -258,11 +276,12 @@ def _copied(
             step()
     # As if they had been used, heads last, so that a full tier lets go of tails first.
     came = {one.key for one in found if one.outcome == "copied"}
-    for line in lines:
-        keys = [str(segment.key) for segment in reversed((*line.segments, *line.pieces)) if segment.key in came]
-        for start in range(0, len(keys), _ASKED):
-            some = keys[start : start + _ASKED]
-            target.ask(lambda some=some: target.backend.touch_many(some))  # type: ignore[misc]
+    with suppress(BackendError):  # they were copied all the same
+        for line in lines:
+            keys = [str(segment.key) for segment in reversed((*line.segments, *line.pieces)) if segment.key in came]
+            for start in range(0, len(keys), _ASKED):
+                some = keys[start : start + _ASKED]
+                target.ask(lambda some=some: target.backend.touch_many(some))  # type: ignore[misc]
     return found
 
 

@@ -18,12 +18,11 @@ import typer
 from kvloom import ConfigError, output
 from kvloom_tools.configuration import File, load
 from kvloom_tools.model import Keys, read_json, read_spec, recorded, tokenized
-from kvloom_tools.stores import reachable, say_left_out
+from kvloom_tools.stores import answers, reachable, say_left_out
 
 if TYPE_CHECKING:
     import torch
 
-    from kvloom.inspection import Store
     from kvloom_tools.fates import Fate
 
 _NO_PROMPT = "give a prompt (--tokens, or --text and --tokenizer), or a fingerprint (--fingerprint)"
@@ -66,22 +65,25 @@ def add(commands: typer.Typer) -> None:
         if fingerprint is not None:
             with ExitStack() as stack:
                 opened, failed = reachable(resolved, None, stack, made=False)
+                told = answers(opened, failed, lambda store: store.records())
                 say_left_out(failed)
-                _print_differences(opened, fingerprint)
+                _print_differences(
+                    {name: record for _, records in told for name, record in records.items()}, fingerprint
+                )
             return
         prompt = _prompt(tokens, text, tokenizer)
         given = None if spec is None else read_spec(spec)
         wanted = (*(salt or ()), *(() if salts is None else _salts(salts))) or (config.salt,)
         with ExitStack() as stack:
             opened, failed = reachable(resolved, given, stack, made=False)
-            keys = Keys(config, resolved, given) if given is not None else recorded(opened, config, resolved)[0]
+            keys = Keys(config, resolved, given) if given is not None else recorded(opened, config, resolved, failed)[0]
             stack.callback(keys.close)
             question = Question(keys, prompt, wanted, exact=config.exact, verify=verify)
             found = fates(opened, question, failed)
             opened = [store for store in opened if store.name not in failed]
-            pieces = left_of(opened, question, found)
+            pieces = left_of(opened, question, found, failed)
             nowhere = bool(found) and found[0].verdict in (NEVER, GONE) and resolved.tokens.type == "chunked"
-            there = chunk_tokens_of(opened, keys) if nowhere and not pieces else None
+            there = chunk_tokens_of(opened, keys, failed) if nowhere and not pieces else None
         left_out = {name: str(error) for name, error in failed.items()}
         say_left_out(failed)
         if as_json:
@@ -123,11 +125,10 @@ def _salts(file: Path) -> list[str]:
 # -- fingerprints ------------------------------------------------------------------------------------------------------
 
 
-def _print_differences(opened: Sequence[Store], asked: str) -> None:
+def _print_differences(records: dict[str, dict[str, Any]], asked: str) -> None:
     """The other fingerprints of which the tiers have records. ConfigError if there is none of `asked`."""
     from kvloom_tools.fates import differences
 
-    records = {name: record for store in opened for name, record in store.records().items()}
     known = [name for name in records if name.startswith(asked)]
     if len(known) != 1:
         found = ", ".join(sorted(records)) or "none"
