@@ -15,7 +15,7 @@ _SECRET = re.compile(
 )
 _NO_SECRET = re.compile(r"skip_signature$|_(?:file|path|filename)$", re.IGNORECASE)
 _LOGIN = re.compile(r"(?<=://)[^/?#\s'\"]*@")
-_LOGIN_IN_TEXT = re.compile(r"[^\s/'\"@:]+:[^\s/'\"@]+@|(?<=://)[^/?#\s'\"]*@")
+_LOGIN_IN_TEXT = re.compile(r"(?<![^\s/'\"@])[^\s/'\"@:]+:[^\s/'\"@]+@|(?<=://)[^/?#\s'\"]*@")
 """Also of an address without a scheme."""
 _KEY = re.compile(r"[A-Za-z0-9+/_-]{43}=")
 _INTERPOLATED = re.compile(r"(\$\{[^}]*\})")
