@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from memory_tier_support import PAGE, Queue, Tier, key_of
 
 from kvloom import ChunkKey
@@ -211,5 +211,9 @@ TestMemoryTierRules.settings = settings(max_examples=50, stateful_step_count=50,
 
 
 @pytest.mark.slow
-class TestMemoryTierRulesLong(MemoryTierRules.TestCase):
-    settings = settings(max_examples=600, stateful_step_count=50, deadline=None)
+@pytest.mark.parametrize("part", range(8))
+def test_the_tier_in_many_steps(part: int) -> None:
+    """In parts, since hypothesis keeps all that it tried in a run."""
+    run_state_machine_as_test(
+        MemoryTierRules, settings=settings(max_examples=75, stateful_step_count=50, deadline=None)
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import weakref
 from collections.abc import Callable, Sequence
@@ -178,6 +179,15 @@ def test_no_order_of_work_shows(start: int) -> None:
 def test_no_order_of_much_work_shows(start: int) -> None:
     for seed in range(start, start + 5_000):
         Engine(seed).run()
+
+
+def test_a_device_goes_with_what_has_its_memory() -> None:
+    engine = Engine(0)
+    engine.run()
+    device = weakref.ref(engine.device)
+    del engine
+    gc.collect()
+    assert device() is None
 
 
 def test_closing_waits_for_what_uses_the_buffers() -> None:

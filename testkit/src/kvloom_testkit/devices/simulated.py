@@ -94,7 +94,8 @@ class SimulatedDevice:
         with self._lock:
             self._memory.append(memory)
         self.allocations, self.used = self.allocations + 1, True
-        weakref.finalize(given, self._given_back, memory, stream).atexit = False
+        # By weak references: its owner may be what keeps this device, and would never go.
+        weakref.finalize(given, _give_back, weakref.ref(self), memory, weakref.ref(stream)).atexit = False
         return torch.from_numpy(given)
 
     def holds(self, memory: torch.Tensor) -> bool:
@@ -194,6 +195,12 @@ def host_of(devices: Sequence[SimulatedDevice], *, default: int = 0) -> Iterator
 
     with stand_in(find, devices):
         yield
+
+
+def _give_back(to: weakref.ref[SimulatedDevice], memory: torch.Tensor, used_by: weakref.ref[_Stream]) -> None:
+    device, stream = to(), used_by()
+    if device is not None and stream is not None:
+        device._given_back(memory, stream)
 
 
 class _Stream:
