@@ -28,9 +28,9 @@ REFERENCES = Path("kvloom_testkit", "reference")
 SECONDS = 60.0
 """Time limit for all requirements on one mutant."""
 CORRECT_SECONDS = 600.0
-"""The same on the correct component, which nothing is proven by if it is only slow."""
+"""The same on the correct component, whose slowness proves nothing."""
 TEST_SHARE = 1 / 4
-"""Of that, for one requirement: the kit's own limit is for slow stores, and every mutant that hangs takes as long."""
+"""Share of that for one requirement: the kit's own limit is for slow stores, and a mutant that hangs takes it all."""
 TEST_FEWEST_SECONDS = 2.0
 """Time limit for one that is known to take next to no time."""
 QUICK_SECONDS = 0.3

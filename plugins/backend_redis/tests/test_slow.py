@@ -267,6 +267,28 @@ def test_the_time_of_who_takes_the_answers_is_not_that_of_a_server_that_fails(mo
     assert good == other == b"OK" and isinstance(lost, ConnectionError)
 
 
+def test_a_refusal_beside_a_server_that_fails_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = [Endpoint("127.0.0.1", port) for port in (1, 2, 3)]
+    links = Links(RedisBackend.Config(url="redis+cluster://localhost"), db=0)
+    spread = Exchange(Spread(servers), links)
+    refuses = True
+
+    def at(endpoint: Endpoint, *requests: bytes) -> list[object]:
+        if endpoint.port == 1:
+            raise Unreachable("it is down")
+        return [ServerError("LOADING") if refuses and endpoint.port == 2 else 1]
+
+    monkeypatch.setattr(spread, "at", at)
+    keys = [b"0", b"1", b"2"]
+    with pytest.raises(ServerError, match="LOADING"):
+        spread.many(keys, keys, otherwise=0)
+    refuses = False
+    assert spread.many(keys, keys, otherwise=0) == [0, 1, 1]
+    with pytest.raises(Unreachable):
+        spread.many(keys, keys)
+    links.close()
+
+
 class Spread(Topology):
     """A server for each key, by its number."""
 

@@ -25,7 +25,7 @@ _DELETE_AT_ONCE = 1000
 _ABANDONED_SECONDS = 86400.0
 """Age at which a draft counts as abandoned, with room for clocks that differ."""
 _STILL_SECONDS = 600.0
-"""So does one that has not changed for so long, by this process's clock."""
+"""Time without a change after which one does too, by this process's clock."""
 _MOST_DRAFTS = 10_000
 
 
@@ -52,7 +52,7 @@ class FsspecBackend(StorageBackend):
         self._pools: dict[int, ThreadPoolExecutor] = {}
         self._closed = False
         self._drafts: dict[str, tuple[Listed, float]] = {}
-        """Drafts that were listed, and since when they are as they are."""
+        """Drafts as they were listed last, and the time since when they have not changed."""
         self._store()  # settings that cannot work are said at start; nothing is asked of the store yet
 
     def _store(self) -> ObjectStore:

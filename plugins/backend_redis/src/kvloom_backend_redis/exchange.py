@@ -72,34 +72,32 @@ class Exchange:
     def many(
         self, keys: Sequence[bytes], requests: Sequence[bytes], *, otherwise: Reply | None = None
     ) -> list[Reply]:  # fmt: skip
-        """The reply to each of short requests; raises the first failure or refusal, when all servers have been asked.
+        """The reply to each of short requests; raises a refusal or a failure, when all servers have been asked.
 
         otherwise: the reply in place of those of a server that failed, if another one has answered.
         """
         found: dict[int, Reply] = {}
-        failure: Exception | None = None
-        failed: list[int] = []
+        lost: Exception | None = None
+        refusal: ServerError | None = None
         for endpoint, places in self._by_server(keys).items():
             try:
                 with self._of_several(endpoint, places, keys):
                     replies = self.at(endpoint, *(requests[place] for place in places))
             except LinkLost as error:
-                failure = failure or error
-                failed += places
+                lost = lost or error
                 continue
             for place, value in zip(places, replies, strict=True):
-                detour = self.topology.redirected(value, endpoint) if isinstance(value, ServerError) else None
-                if detour is not None:
+                if (detour := self._detour(value, endpoint)) is not None:
                     found[place] = self._along(detour, [requests[place]], Link.answer)
                 elif isinstance(value, ServerError):
-                    failure = failure or value
+                    refusal = refusal or value
                 else:
                     found[place] = value
-        if otherwise is not None and found and isinstance(failure, LinkLost):
-            return [found.get(place, otherwise) if place in failed else found[place] for place in range(len(keys))]
-        if failure is not None:
-            raise failure
-        return [found[place] for place in range(len(keys))]
+        if refusal is not None:
+            raise refusal
+        if lost is not None and (otherwise is None or not found):
+            raise lost
+        return [found.get(place, otherwise) for place in range(len(keys))]
 
     def fetch(self, keys: Sequence[bytes], requests: Sequence[bytes], read: Callable[[Link], T]) -> list[T]:
         """Like `many`, for large replies: `read` takes each of them."""
@@ -139,8 +137,7 @@ class Exchange:
                             place = left[done]
                             value = _or_refusal(link, partial(read, place=place))
                             done += 1
-                            refused = isinstance(value, ServerError)
-                            detour = self.topology.redirected(value, endpoint) if refused else None  # type: ignore[arg-type]
+                            detour = self._detour(value, endpoint)
                             if detour is None:
                                 yield place, value
                             else:
@@ -201,6 +198,10 @@ class Exchange:
                 except Exception as error:
                     outcome = error
                 yield place, outcome
+
+    def _detour(self, value: object, endpoint: Endpoint) -> Detour | None:
+        """Where a server says that the key is now, if it does."""
+        return self.topology.redirected(value, endpoint) if isinstance(value, ServerError) else None
 
     @contextlib.contextmanager
     def _of_several(self, endpoint: Endpoint, places: Sequence[int], keys: Sequence[bytes]) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import lcm
 from typing import Any
 
@@ -131,19 +132,23 @@ def check_offloading(extra: Mapping[str, Any]) -> None:
     """Raise ConfigError for kvloom's part in vLLM's own offloading: the spec, or a tier below the host memory."""
     problems: list[tuple[str, str]] = []
     if extra.get("spec_name") == "KVLoomOffloadingSpec":
-        problems += _wrong(lambda: check_config(EngineConfig.load(OffloadSettings.read(extra).config)))
+        problems += _problems_of(lambda: _check(OffloadSettings.read(extra).config))
     tiers = extra.get("secondary_tiers")
     for number, tier in enumerate(tiers if isinstance(tiers, list) else ()):
         if isinstance(tier, Mapping) and tier.get("type") == "KVLoomTier":
             if "config" not in tier:
                 problems.append((f"{_WHERE}.secondary_tiers.{number}.config", _MISSING))
             else:
-                problems += _wrong(lambda config=tier["config"]: check_config(EngineConfig.load(config)))  # type: ignore[misc]
+                problems += _problems_of(partial(_check, tier["config"]))
     if problems:
         raise ConfigError.of_all(problems)
 
 
-def _wrong(check: Callable[[], object]) -> list[tuple[str, str]]:
+def _check(config: Any) -> None:
+    check_config(EngineConfig.load(config))
+
+
+def _problems_of(check: Callable[[], object]) -> list[tuple[str, str]]:
     """The problem that `check` raises, if any."""
     try:
         check()

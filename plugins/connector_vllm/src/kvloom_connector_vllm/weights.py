@@ -18,7 +18,7 @@ _WHOLE_BYTES = 1 << 20
 _STRIDE_BYTES = 256 << 10
 """Distance between samples of a large file or tensor."""
 _MOST_HEADER_BYTES = 8 << 20
-"""Of a safetensors file: some 60,000 tensors. Parsing takes 25 times as much memory, and no other thread runs."""
+"""Limit for a safetensors file: some 60,000 tensors. Parsing takes 25 times as much memory, and stops all threads."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _ABOUT = (".json", ".model")
 
