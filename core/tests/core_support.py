@@ -36,6 +36,7 @@ from kvloom import (
 from kvloom.builtin.dict_backend import DictBackend
 from kvloom.builtin.plain import PlainConnector
 from kvloom.builtin.raw import RawSerializer
+from kvloom.memory import pages_of
 from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.tiers.index.ledger import Ledger, Victim
 
@@ -92,6 +93,11 @@ class Shelf(DictBackend):
     def delete(self, key: str) -> None:
         self.before("delete", key)
         super().delete(key)
+
+    def scan(self, prefix: str = "") -> Iterator[Entry]:
+        """Whole pages, as what is written counts: whether the first listing comes before a put changes no account."""
+        for key, nbytes, *times in super().scan(prefix):
+            yield Entry(key, pages_of(nbytes), *times)
 
     @property
     def blobs(self) -> dict[str, bytes]:

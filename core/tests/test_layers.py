@@ -125,6 +125,21 @@ def test_it_gives_what_retrieve_gives_at_length(
     same_as_retrieve(open_engine, monkeypatch, data)
 
 
+def test_a_chunk_that_its_own_loading_evicts_is_read_in_the_room_of_those_before_it(open_engine: Open) -> None:
+    """Memory has room for four chunks, and holds the last four of five. The second tier asked has the last of all."""
+    spec = KVSpec("m", num_layers=5, num_kv_heads=1, head_size=64, dtype="float32")
+    tokens, kv = tokens_of(20), torch.rand(spec.blob_shape(20))
+    for tier, here in ((NEAR, slice(0, 4)), (FAR, slice(4, 5))):
+        with open_engine(tier, spec=spec) as engine:
+            engine.save(engine.segments(tokens)[here], kv=kv).result(20)
+    tiers = {"type": "memory", "capacity": "64KiB"}, NEAR | {"write": "never"}, FAR | {"write": "never"}
+    engine, got = open_engine(*tiers, spec=spec), torch.zeros_like(kv)
+    engine.load(engine.segments(tokens)[1:], kv=got).result(20)
+    with engine.retrieve_layer(tokens, kv=got) as loading:
+        assert loading.hit.by_tier == {"near": 4, "memory": 16} and loading.result().all()
+    assert torch.equal(got, kv)
+
+
 def test_a_prompt_longer_than_memory_passes_through(open_engine: Open) -> None:
     tokens, kv = tokens_of(120), deep_kv(120)
     fill(open_engine, tokens=tokens, kv=kv)

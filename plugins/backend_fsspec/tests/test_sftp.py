@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import stat
 import threading
+from collections import deque
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
@@ -267,3 +268,17 @@ def test_what_lies_in_the_way_of_a_blob_is_no_failure_of_the_store(monkeypatch: 
             it._store().create(f"kv/{key}=kv", b"blob")
     it.put("d/e", [b"blob"])
     assert sorted(server.tree) == ["/kv", "/kv/=tmp", "/kv/a=kv", "/kv/b", "/kv/d", "/kv/d/e=kv"]
+
+
+def test_a_connection_that_another_thread_takes_first_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = backend(monkeypatch, {"/kv/a=kv": FILE})
+    connections = it._store()._connections  # type: ignore[attr-defined]
+
+    class Taken(deque[Any]):
+        """It looks as if there were one, and the other thread was quicker."""
+
+        def __bool__(self) -> bool:
+            return True
+
+    connections._idle = Taken()
+    assert it.contains("a") and len(connections._idle) == 1

@@ -99,7 +99,7 @@ class LayerRead:
                     continue
                 name, num_tokens = memory.name if here else tiers[0].name, segment.end - segment.start
                 by_tier[name] = by_tier.get(name, 0) + num_tokens
-                self._chunks.append(Incoming(len(self._chunks), segment, tuple(shape(num_tokens)), tiers))
+                self._chunks.append(Incoming(len(self._chunks), segment, tuple(shape(num_tokens)), tiers, here))
         finally:
             search.close()
         return Hit(sum(by_tier.values()), by_tier)
@@ -117,6 +117,8 @@ class LayerRead:
         held = self._stack.memory.lease([chunk.segment.key for chunk in self._chunks])
         for chunk, loaded in zip(self._chunks, held, strict=True):
             chunk.loaded = loaded
+            if loaded is None and chunk.in_memory:  # evicted since: whichever tier has it may have it whole only
+                chunk.by_layer = False
         # A chunk that is read whole needs room for all of it, so that what is held must be given back soon; and no
         # layer is complete before it is there anyway.
         self._at_once = any(chunk.loaded is None and not chunk.by_layer for chunk in self._chunks)

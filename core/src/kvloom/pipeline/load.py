@@ -49,9 +49,11 @@ class _Pending:
     """The tier that it is being read from."""
 
     @property
-    def done(self) -> bool:
+    def came(self) -> bool:
         """There is nothing to wait for."""
-        return self.loaded is not None or self.read is None or self.read.done
+        if self.read is None:
+            return self.loaded is not None or not self.tiers
+        return self.read.came
 
     def give_up(self) -> None:
         if self.loaded is not None:
@@ -118,7 +120,7 @@ class Loader:
                     if fresh:
                         started += fresh
                         self._start(fresh, shape, context)
-                if run and (len(run) >= window or not started or not started[0].done or started[0].number < last):
+                if run and (len(run) >= window or not started or not started[0].came or started[0].number < last):
                     yield run  # what is here need not wait for what is not, and nothing waits holding a lease
                     for _, loaded in run:
                         loaded.release()

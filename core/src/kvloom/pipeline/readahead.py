@@ -45,6 +45,8 @@ class Incoming:
     shape: tuple[int, ...]
     tiers: list[StoredTier]
     """Stored tiers where it may be, fastest first; it is read from the first."""
+    in_memory: bool = False
+    """It was found in memory, and no stored tier was asked for it."""
     by_layer: bool = False
     """It is read layer by layer, in ranges; else whole."""
     asked: bool = False
@@ -119,10 +121,10 @@ class ReadAhead:
     def ready(self, chunk: Incoming, group: range) -> bool:
         """Return whether taking this needs no waiting."""
         if chunk.elsewhere is not None:
-            return chunk.elsewhere.done and self._lent is None
+            return chunk.elsewhere.came and self._lent is None
         read = self._wholes.get(chunk.index)
         if read is not None:
-            return read.done
+            return read.came
         part = self._parts.get((group.start, chunk.index))
         return chunk.loaded is not None if part is None else part.piece.call.done
 

@@ -125,7 +125,10 @@ class _Probe:
         self.store.backend.put(key, self.sealed(key))
 
     def read(self, key: str) -> None:
-        buffer = self.buffers.pop() if self.buffers else mmap.mmap(-1, mmap.PAGESIZE)
+        try:
+            buffer = self.buffers.pop()
+        except IndexError:  # all are in use
+            buffer = mmap.mmap(-1, mmap.PAGESIZE)
         sink = VerifyingSink(key, buffer, self.store.choice.protection)
         try:
             if not self.store.backend.get_into(key, sink):

@@ -96,7 +96,10 @@ class Examiner:
             self._buffers.append(content.buffer)
 
     def _take(self) -> mmap.mmap:
-        return self._buffers.pop() if self._buffers else mmap.mmap(-1, mmap.PAGESIZE)
+        try:
+            return self._buffers.pop()
+        except IndexError:  # all are in use
+            return mmap.mmap(-1, mmap.PAGESIZE)
 
     def _judge(self, key: str, header: envelope.Header) -> Finding:
         num_bytes = header.header_bytes + header.payload_bytes

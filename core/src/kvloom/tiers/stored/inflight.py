@@ -117,6 +117,12 @@ class Read:
         call = self.inflight.call
         return call.done if call is not None else all(each.done for each in self.inflight.calls)
 
+    @property
+    def came(self) -> bool:
+        """There is nothing to wait for, in another tier either. By layers: as far as is known before `collect`."""
+        call = self.inflight.call
+        return self.done and (call is None or call.peek() is not None)
+
     def wait(self, until: float, *, stopped: Callable[[], bool]) -> bool:
         """Return whether it was done by `until`, unless `stopped()` came first."""
         return all(call.wait(until, stopped=stopped) for call in self.inflight.calls)

@@ -86,7 +86,7 @@ class SftpConnections:
         if not self._turns.take(_WAITS * self._timeout):
             raise BackendError(f"{self._place.scheme}://{self._place.host}: timed out: all connections are busy")
         try:
-            connection = self._idle.pop() if self._idle else self._connect()
+            connection = self._unused() or self._connect()
             connection.begin()
             try:
                 yield connection
@@ -140,12 +140,14 @@ class SftpConnections:
 
     def _forget(self) -> None:
         """Close unused connections."""
-        while True:
-            try:
-                connection = self._idle.pop()
-            except IndexError:
-                return
+        while connection := self._unused():
             connection.close()
+
+    def _unused(self) -> _Connection | None:
+        try:
+            return self._idle.pop()
+        except IndexError:  # none, or another thread was quicker
+            return None
 
 
 class _Turns:

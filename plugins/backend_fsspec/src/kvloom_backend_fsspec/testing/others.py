@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 from kvloom_backend_fsspec.testing.server import Server, answers, listens, need, wait_until
@@ -15,14 +16,29 @@ AZURE_ACCOUNT, AZURE_KEY = "kvloom", base64.b64encode(b"kvloom-test-secret-of-32
 """Credentials of Azurite."""
 
 
+_MOTO = """
+import threading
+from moto.s3.responses import S3Response
+from moto.server import main
+lock, put = threading.Lock(), S3Response.put_object
+def put_alone(self):
+    with lock:
+        return put(self)
+S3Response.put_object = put_alone
+main()
+"""
+"""moto looks whether an object is there (If-None-Match) and makes it in two steps, on as many threads as there are
+requests: two of them may both be told that they made it."""
+
+
 class MotoServer(Server):
     """moto's S3: the semantics of S3 in memory, and slow."""
 
     main = "moto"
 
     def start(self) -> None:
-        program = need("moto_server", "pip install 'moto[server,s3]'")
-        self.spawn("moto", program, "-H", "127.0.0.1", "-p", str(self.port))
+        need("moto_server", "pip install 'moto[server,s3]'")
+        self.spawn("moto", sys.executable, "-c", _MOTO, "-H", "127.0.0.1", "-p", str(self.port))
         wait_until(lambda: listens(self.port), "moto_server")
 
     restart = start
