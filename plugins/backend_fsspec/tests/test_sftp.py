@@ -282,3 +282,22 @@ def test_a_connection_that_another_thread_takes_first_is_replaced(monkeypatch: p
 
     connections._idle = Taken()
     assert it.contains("a") and len(connections._idle) == 1
+
+
+@pytest.mark.parametrize("failures", [2, 3])
+def test_a_server_that_takes_no_connection_in_time_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    times = 0
+
+    def connect(client: Any, **_: Any) -> None:
+        nonlocal times
+        times += 1
+        raise TimeoutError("timed out") if times <= failures else FileNotFoundError("no such key")
+
+    monkeypatch.setattr("paramiko.SSHClient.connect", connect)
+    monkeypatch.setattr(sftp_connections, "_PAUSE_SECONDS", 0)
+    it = FsspecBackend(FsspecBackend.Config(url="sftp://host/kv", retries=2))
+    with pytest.raises(BackendError, match="took no connection" if failures == 3 else "no such key"):
+        it.contains("key")
+    assert times == 3

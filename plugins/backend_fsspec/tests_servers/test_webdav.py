@@ -21,16 +21,20 @@ class TestWebDav(BackendConformance):
         return lambda: FsspecBackend(FsspecBackend.Config(url=url, allow_http=True, threads=4, timeout=30))
 
 
-def test_requests_whose_answers_were_lost_are_asked_again(webdav: WebDavServer) -> None:
+@pytest.mark.parametrize("taken", [True, False])
+def test_requests_that_were_lost_or_not_taken_are_asked_again(webdav: WebDavServer, taken: bool) -> None:
     httpx: Any = pytest.importorskip("httpx")
     url = f"webdav://127.0.0.1:{webdav.port}/{uuid.uuid4().hex}"
     backend = FsspecBackend(FsspecBackend.Config(url=url, allow_http=True))
     lost: set[str] = set()
 
     class Loses(httpx.HTTPTransport):  # type: ignore[misc]
-        """The first answer to each method is lost; the server did what it was asked."""
+        """The first answer to each method is lost, and the server did what it was asked if it was `taken`."""
 
         def handle_request(self, request: Any) -> Any:
+            if not taken and request.method not in lost:
+                lost.add(request.method)
+                raise httpx.ConnectTimeout("timed out")
             answer = super().handle_request(request)
             if request.method in lost:
                 return answer

@@ -25,8 +25,12 @@ renamed."""
 _TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
 _TAGS = ("ETag", "etag", "e_tag")
 _NO_DIRECTORY = ("ResourceConflict", "ResourceNotFound")  # what webdav4 says of a directory that is not there
-_LOST = ("ReadError", "WriteError", "CloseError", "RemoteProtocolError", "ServerDisconnectedError")
-"""Errors of httpx and aiohttp on a connection that was made. httpx's pool may close one that it has just lent."""
+_LOST = (
+    "ReadError", "WriteError", "CloseError", "RemoteProtocolError", "ServerDisconnectedError",
+    "ConnectTimeout", "ConnectionTimeoutError",
+)  # fmt: skip
+"""Errors of httpx and aiohttp on a connection that was made, of which httpx's pool may close one that it has just lent;
+and on one that a busy server, whose queue of connections is full, did not take in time."""
 _MEMORY, _NO_TURN = threading.Lock(), contextlib.nullcontext()
 _MOST_BYTES = 1 << 30
 """Maximum size of a file for a read without a given limit."""

@@ -117,6 +117,9 @@ class SftpConnections:
         except FileNotFoundError as error:  # of this machine, such as a key's file: no miss
             client.close()
             raise BackendError(explained(error, self._place)) from error
+        except TimeoutError as error:  # a busy server's queue of connections is full: nothing was asked of it yet
+            client.close()
+            raise ConnectionAbortedError("timed out: it took no connection") from error
         except BaseException:
             client.close()
             raise
