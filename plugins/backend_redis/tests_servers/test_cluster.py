@@ -216,6 +216,28 @@ def test_a_node_that_hangs_takes_its_keys_of_a_batch_and_no_others(open_backend:
         assert read() == [True] * len(KEYS)
 
 
+def test_a_slot_that_no_node_serves_takes_its_keys_of_a_batch_and_no_others(open_backend: Open) -> None:
+    with RedisCluster(maxmemory="64mb", cluster_require_full_coverage="no") as cluster:
+        slot = slot_of(KEYS[0])
+        for node in cluster.nodes:
+            with contextlib.closing(node.client()) as client:
+                client.execute_command("CLUSTER", "DELSLOTS", slot)
+        backend = open_backend(cluster.url, timeout=1)
+        told: dict[int, Exception | None] = {}
+        backend.put_many([(key, [blob]) for key, blob in BLOBS.items()], told.__setitem__)
+        served = [slot_of(key) != slot for key in KEYS]
+        assert [told[number] is None for number in range(len(KEYS))] == served and True in served
+        assert backend.contains_many(KEYS) == served
+        sinks, read = [RecordingSink() for _ in KEYS], dict[int, object]()
+        backend.get_many_into(list(zip(KEYS, sinks, strict=True)), read.__setitem__)
+        assert [read[number] is True for number in range(len(KEYS))] == served
+        for verb in (backend.get, backend.contains):
+            with pytest.raises(BackendError, match="no node of the cluster serves"):
+                verb(KEYS[0])
+        backend.delete_many(KEYS[1:])
+        assert not list(backend.scan("k/"))
+
+
 def test_a_failover_of_sentinels(open_backend: Open, tally: Callable[..., None]) -> None:
     with (
         RedisServer(maxmemory="64mb", repl_diskless_sync_delay=0) as first,

@@ -13,7 +13,7 @@ from kvloom_backend_redis.errors import LinkLost, ServerError, Unreachable
 from kvloom_backend_redis.link import Link, Reply, packed
 from kvloom_backend_redis.links import Links
 from kvloom_backend_redis.stream import Part
-from kvloom_backend_redis.topology import Detour, Topology
+from kvloom_backend_redis.topology import NOBODY, Detour, Topology
 
 T = TypeVar("T")
 
@@ -28,6 +28,7 @@ _LEFT_ALONE = 4
 _DETOURS = 2
 """To where a slot has moved, and to where it is moving on."""
 _ASKING = packed(b"ASKING")
+_UNSERVED = "no node of the cluster serves this key's slot"
 
 
 class Exchange:
@@ -47,6 +48,8 @@ class Exchange:
     def one(self, key: bytes, parts: Sequence[Part], read: Callable[[Link], T]) -> T:
         """Send a request and `read` its reply. parts: contiguous bytes."""
         endpoint = self.topology.endpoint(key)
+        if endpoint is NOBODY:
+            raise Unreachable(_UNSERVED)
         try:
             return self._at(endpoint, parts, read)
         except ServerError as error:
@@ -207,8 +210,10 @@ class Exchange:
     def _of_several(self, endpoint: Endpoint, places: Sequence[int], keys: Sequence[bytes]) -> Iterator[None]:
         """Ask one server about some of `keys`. If it failed a moment ago it is left alone, unless it has all of them.
 
-        Raises Unreachable then: what others have does not wait for it each time.
+        Raises Unreachable then: what others have does not wait for it each time; and if it is NOBODY.
         """
+        if endpoint is NOBODY:
+            raise Unreachable(_UNSERVED)
         began = time.monotonic()
         if len(places) < len(keys) and began < self._failing.get(endpoint, began):
             raise Unreachable(f"{endpoint} was not asked again: it failed a moment ago")

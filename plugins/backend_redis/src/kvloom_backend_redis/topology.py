@@ -28,6 +28,9 @@ _FRESH_SECONDS = 0.5
 _HEAD_START_SECONDS = 0.1
 """Time that a server has for its answer before the next one is asked, too."""
 
+NOBODY = Endpoint("", 0)
+"""In place of the server of a slot that no node of a cluster serves."""
+
 
 class Detour(NamedTuple):
     """Another server to ask."""
@@ -42,7 +45,7 @@ class Topology(ABC):
 
     @abstractmethod
     def endpoint(self, key: bytes) -> Endpoint:
-        """The server of a key. Raises BackendError if there is none, or if none can be asked."""
+        """The server of a key, or NOBODY. Raises BackendError if there is none to ask for it."""
 
     @abstractmethod
     def masters(self) -> Sequence[Endpoint]:
@@ -115,17 +118,15 @@ class Cluster(Topology):
         self._seeds = tuple(seeds)
         self._links = links
         self._nodes: tuple[Endpoint, ...] = ()
-        self._slots: tuple[Endpoint | None, ...] = ()
+        self._slots: tuple[Endpoint, ...] = ()
         """Empty: to be asked for."""
         self._ids: tuple[str, ...] = ()
         self._asked_at = 0.0
 
     def endpoint(self, key: bytes) -> Endpoint:
-        slot = key_slot(key)
-        found = self._table()[slot]
-        if found is None:
-            self.doubt(self._seeds[0])
-            raise BackendError(f"no node of the cluster serves slot {slot}")
+        found = self._table()[key_slot(key)]
+        if found is NOBODY:
+            self.doubt(found)
         return found
 
     def masters(self) -> Sequence[Endpoint]:
@@ -149,7 +150,7 @@ class Cluster(Topology):
         self._table()
         return min(self._ids, default=None)
 
-    def _table(self) -> tuple[Endpoint | None, ...]:
+    def _table(self) -> tuple[Endpoint, ...]:
         slots = self._slots
         if not slots:
             self._asked_at = time.monotonic()
@@ -160,12 +161,10 @@ class Cluster(Topology):
         return slots
 
 
-def _table_of(
-    rows: Reply, answered: Endpoint
-) -> tuple[tuple[Endpoint | None, ...], tuple[Endpoint, ...], tuple[str, ...]]:
+def _table_of(rows: Reply, answered: Endpoint) -> tuple[tuple[Endpoint, ...], tuple[Endpoint, ...], tuple[str, ...]]:
     """The server of each slot, all servers, and their ids. answered: the server that sent the table, which may leave
     out its own name."""
-    slots: list[Endpoint | None] = [None] * SLOTS
+    slots = [NOBODY] * SLOTS
     ids: set[str] = set()
     if not isinstance(rows, list):
         raise ProtocolError("no table of slots")
@@ -176,7 +175,7 @@ def _table_of(
                 ids.update(str(one) for one in more[:1] if isinstance(one, bytes))
             case _:
                 raise ProtocolError("no table of slots")
-    return tuple(slots), tuple(sorted({one for one in slots if one is not None})), tuple(ids)
+    return tuple(slots), tuple(sorted({one for one in slots if one is not NOBODY})), tuple(ids)
 
 
 def _endpoint(row: Reply, answered: Endpoint) -> Endpoint:
