@@ -172,7 +172,8 @@ class Maintenance:
         """A blob was removed while it was being written, and could not be deleted afterwards: it is tried again."""
         self.owed[key] = None
         if len(self.owed) > _MOST_OWED:
-            self.owed.pop(next(iter(self.owed)), None)
+            for oldest in tuple(self.owed)[:-_MOST_OWED]:  # other threads add and take away meanwhile
+                self.owed.pop(oldest, None)
         try:
             self._keep_on()
         except RuntimeError as error:  # the machine has no more threads; the next one asks again
