@@ -345,3 +345,14 @@ def test_a_tier_that_cannot_be_asked_holds_nothing(
 
     monkeypatch.setattr(one.index, "locate", broken)
     assert one.matched(FakeRequest("a", PROMPT[:])) == 0
+
+
+def test_tiers_are_asked_once_of_a_request_unless_they_have_some_of_it(
+    pretended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretended(tiers=[disk(tmp_path)]).serve(FakeRequest("a", PROMPT[:14]), range(8))
+    one, asked = pretended(tiers=[disk(tmp_path)]), []
+    locate = one.index.locate
+    monkeypatch.setattr(one.index, "locate", lambda segments: (asked.append(len(segments)), locate(segments))[1])
+    assert one.matched(FakeRequest("b", [7] * 27)) == 0 and len(asked) == 1
+    assert one.matched(FakeRequest("c", PROMPT[:])) == 12 and len(asked) == 3, "a chunk, and then a piece behind it"

@@ -32,7 +32,7 @@ FENCE_SECONDS = 1.0
 """Time that a step waits for saves that read blocks which it gives to another request; then they are cancelled."""
 LATER_SECONDS = 0.05
 """Time after which a step's saves begin, unless a step needs their blocks or has nothing to do before."""
-COLLECT_SECONDS = 0.02
+COLLECT_SECONDS = 0.1
 """Time after which chunks that left memory by themselves are looked for. After each load and save they are, anyway."""
 
 
@@ -243,7 +243,7 @@ class Worker:
             self._need_saves()
             awaited = list(islice(self._saving(), 1))
         until = time.monotonic() + IDLE_SECONDS
-        for transfer in awaited:
+        for transfer in reversed(awaited):  # woken once: the last one ends last as a rule
             transfer.over.wait(max(0.0, until - time.monotonic()))
         if self._patient and not awaited:
             time.sleep(IDLE_SECONDS)
