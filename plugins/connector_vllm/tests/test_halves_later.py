@@ -69,3 +69,20 @@ def test_the_last_step_is_kept_when_no_other_follows(
             one.workers[0]._later.shutdown()  # as the interpreter does before anything is closed
         one.workers[0].close()
         assert pretended(tiers=[disk(tmp_path)]).matched(FakeRequest("b", [int(seconds)] * 27)) == 24
+
+
+def test_saves_wait_for_what_was_queued_on_the_device_by_their_step(
+    pretended: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvloom_connector_vllm.worker.LATER_SECONDS", 3600.0)
+    one, request, asked = pretended(tiers=[MEMORY]), FakeRequest("a", PROMPT[:]), []
+    marks, read = [object(), object()], one.engines[0].connector.read
+    monkeypatch.setattr("kvloom_connector_vllm.worker.mark", lambda device: marks[0])
+    monkeypatch.setattr(
+        one.engines[0].connector, "read", lambda *a, **kw: (asked.append(kw["ready"]), read(*a, **kw))[1]
+    )
+    one.scheduler.begin(request, NOBODY)
+    one.step([Scheduled("a", [range(8)], True, 0, 27)], lambda: one.compute(request, range(8), 0, 27))
+    monkeypatch.setattr("kvloom_connector_vllm.worker.mark", lambda device: marks[1])
+    one.settle()
+    assert asked == marks[:1]

@@ -18,6 +18,7 @@ import torch
 from kvloom import one_line
 from kvloom.device import CurrentStreams
 
+from .paged.bounce import mark
 from .paged.layers import LayerEvents
 from .scheduling.messages import Orders, Report
 from .scheduling.plan import Chunks, Move
@@ -259,6 +260,8 @@ class Worker:
         if saves or touched:
             transfers = [save for its in saves.values() for save in its]
             due = time.monotonic() + LATER_SECONDS
+            for save in transfers:  # not what later steps queue on the device
+                save.ready = mark(save.part.memory["pages"][0].device)
             self._later.submit(self._begun_later, self._needed, due, touched, transfers, CurrentStreams())
 
     def _transfers(self, move: Move) -> list[Transfer]:
@@ -300,6 +303,8 @@ class Worker:
                 transfer.segments = segments = part.names.segments(move.chunks)
                 call = part.engine.load if verb == "load" else part.engine.save
                 start = partial(call, segments, blocks=move.blocks, first_block=move.first_block, **part.memory)
+                if transfer.ready is not None:
+                    start = partial(start, ready=transfer.ready)
                 if transfer.layers is not None:
                     start = partial(start, layer_events=transfer.layers, at_once=True)
                 if segments:
