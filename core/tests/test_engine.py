@@ -253,6 +253,15 @@ def test_a_connector_marks_on_the_callers_thread_what_a_move_comes_after(
     assert set(seen) == {servers} and len(seen) >= 2 + SPEC.num_layers
 
 
+def test_a_load_is_checked_once(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = open_engine(MEMORY)
+    tokens, kv = tokens_of(8), kv_of(8)
+    engine.store(tokens, kv=kv)
+    checked = []
+    monkeypatch.setattr(engine.connector, "check", lambda where, num_tokens: checked.append(num_tokens))
+    assert engine.load(engine.segments(tokens), kv=kv).result(20).all() and checked == [8]
+
+
 def test_a_device_that_refuses_its_streams_is_an_error_of_the_task(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

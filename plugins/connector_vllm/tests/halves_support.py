@@ -116,7 +116,7 @@ class Pretended:
 
     def step(self, scheduled: Sequence[Scheduled] = (), compute: Any = lambda: None) -> set[str]:
         """One step of everybody; the requests whose loads are over on every rank."""
-        orders = self.scheduler.orders(scheduled)
+        orders = self.scheduler.orders(scheduled, idle=not scheduled)
         over: list[set[str]] = []
         for worker in self.workers:
             worker.fence(orders)

@@ -175,7 +175,7 @@ def test_a_save_that_has_not_begun_when_its_blocks_are_needed_never_does(
     monkeypatch.setattr(one.engines[0], "touch", lambda segments: go_on.wait(20))
     monkeypatch.setattr(one.engines[0], "save", lambda *args, **kw: (saved.append(args), save(*args, **kw))[1])
     first, second = FakeRequest("a", PROMPT[:]), FakeRequest("b", [7] * 27)
-    one.workers[0]._calls.submit(one.engines[0].touch, ())  # what the save queues behind
+    one.workers[0]._later.submit(one.engines[0].touch, ())  # what the save queues behind
     one.scheduler.begin(first, NOBODY)
     one.step([Scheduled("a", [range(8)], True, 0, 27)], lambda: one.compute(first, range(8), 0, 27))
     one.scheduler.end("a")
@@ -185,34 +185,6 @@ def test_a_save_that_has_not_begun_when_its_blocks_are_needed_never_does(
     one.settle()
     assert len(saved) == 1
     assert one.matched(FakeRequest("c", PROMPT[:])) == 0 and one.matched(FakeRequest("d", [7] * 27)) == 24
-
-
-def test_a_reset_ends_saves_that_have_not_begun(pretended: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that sleeps has overwritten what they would read."""
-    monkeypatch.setattr("kvloom_connector_vllm.worker.LATER_SECONDS", 20.0)
-    one, saved = pretended(tiers=[MEMORY]), []
-    save = one.engines[0].save
-    monkeypatch.setattr(one.engines[0], "save", lambda *args, **kw: (saved.append(args), save(*args, **kw))[1])
-    first, second = FakeRequest("a", PROMPT[:]), FakeRequest("b", [7] * 27)
-    one.scheduler.begin(first, NOBODY)
-    one.step([Scheduled("a", [range(8)], True, 0, 27)], lambda: one.compute(first, range(8), 0, 27))
-    one.scheduler.end("a")
-    one.scheduler.clear()
-    one.scheduler.begin(second, NOBODY)
-    one.step([Scheduled("b", [range(8)], True, 0, 27)], lambda: one.compute(second, range(8), 0, 27))
-    one.settle()
-    assert len(saved) == 1, "that of the second"
-
-
-@pytest.mark.parametrize("end", ["end_saves", "end_transfers"])
-def test_saves_can_be_ended_before_the_engine_sleeps(pretended: Any, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
-    monkeypatch.setattr("kvloom_connector_vllm.worker.LATER_SECONDS", 20.0)
-    one, request = pretended(tiers=[MEMORY]), FakeRequest("a", PROMPT[:])
-    one.scheduler.begin(request, NOBODY)
-    one.step([Scheduled("a", [range(8)], True, 0, 27)], lambda: one.compute(request, range(8), 0, 27))
-    getattr(one.workers[0], end)()
-    one.settle()
-    assert one.matched(FakeRequest("b", PROMPT[:])) == 0
 
 
 @pytest.mark.parametrize("over", [False, True])
@@ -240,22 +212,6 @@ def test_a_load_that_is_cut_off_by_sleep_has_failed_unless_its_request_is_over(
     go_on.set()
     assert one.step_until_over() == {"b"}
     assert one.failed == (set() if over else set(range(6))) and not any(view.any() for view in one.memory[0])
-
-
-def test_the_last_step_is_kept_when_no_other_follows(
-    pretended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for seconds in (0.0, 20.0):
-        monkeypatch.setattr("kvloom_connector_vllm.worker.LATER_SECONDS", seconds)
-        one, request = pretended(tiers=[disk(tmp_path)]), FakeRequest("a", [int(seconds)] * 27)
-        one.scheduler.begin(request, NOBODY)
-        one.step(
-            [Scheduled("a", [range(8)], True, 0, 27)], lambda one=one, it=request: one.compute(it, range(8), 0, 27)
-        )
-        if not seconds:
-            one.workers[0]._calls.shutdown()  # as the interpreter does before anything is closed
-        one.workers[0].close()
-        assert pretended(tiers=[disk(tmp_path)]).matched(FakeRequest("b", [int(seconds)] * 27)) == 24
 
 
 def test_chunks_that_come_and_go_between_two_reports_are_where_they_were_last() -> None:
@@ -389,3 +345,14 @@ def test_a_tier_that_cannot_be_asked_holds_nothing(
 
     monkeypatch.setattr(one.index, "locate", broken)
     assert one.matched(FakeRequest("a", PROMPT[:])) == 0
+
+
+def test_tiers_are_asked_once_of_a_request_unless_they_have_some_of_it(
+    pretended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretended(tiers=[disk(tmp_path)]).serve(FakeRequest("a", PROMPT[:14]), range(8))
+    one, asked = pretended(tiers=[disk(tmp_path)]), []
+    locate = one.index.locate
+    monkeypatch.setattr(one.index, "locate", lambda segments: (asked.append(len(segments)), locate(segments))[1])
+    assert one.matched(FakeRequest("b", [7] * 27)) == 0 and len(asked) == 1
+    assert one.matched(FakeRequest("c", PROMPT[:])) == 12 and len(asked) == 3, "a chunk, and then a piece behind it"

@@ -76,7 +76,7 @@ class Transfer:
         moved: list[Segment] = []
         began, nbytes = self._now(), 0
         with record.going_on(), closing(runs):
-            if where is not None:
+            if where is not None and leading:  # else it was, when the task began
                 check_where(connector, segments, where)
             pieces = (piece for whole in runs for piece in _in_pieces(whole, lambda pair: pair[1].chunk))
             for run in runs if at_once else pieces:

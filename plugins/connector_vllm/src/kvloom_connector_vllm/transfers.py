@@ -9,6 +9,7 @@ from threading import Event, Lock
 from typing import Any
 
 from kvloom import ChunkKey, Engine, Segment, Task, one_line
+from kvloom.device import StreamEvent
 
 from .names import Names
 from .paged.layers import LayerEvents
@@ -32,7 +33,9 @@ class Part:
 class Transfer:
     """A load or save that was ordered, of one part of a group."""
 
-    __slots__ = ("_beginning", "cancelled", "cut_off", "failed", "layers", "move", "over", "part", "segments", "task")
+    __slots__ = (
+        "_beginning", "cancelled", "cut_off", "failed", "layers", "move", "over", "part", "ready", "segments", "task"
+    )  # fmt: skip
 
     def __init__(self, move: Move, part: Part) -> None:
         self.move = move
@@ -42,6 +45,8 @@ class Transfer:
         """None if it has not begun. Once it is over: if it never did."""
         self.layers: LayerEvents | None = None
         """Set for a load during which the step computes."""
+        self.ready: StreamEvent | None = None
+        """Set for a save on a device: it reads what had been queued there by then."""
         self.over = Event()
         self.cancelled = False
         self.cut_off = False

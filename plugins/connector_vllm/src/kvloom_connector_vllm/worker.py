@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import astuple
@@ -18,6 +18,7 @@ import torch
 from kvloom import one_line
 from kvloom.device import CurrentStreams
 
+from .paged.bounce import mark
 from .paged.layers import LayerEvents
 from .scheduling.messages import Orders, Report
 from .scheduling.plan import Chunks, Move
@@ -30,11 +31,9 @@ IDLE_SECONDS = 0.005
 interpreter from the threads that load and save."""
 FENCE_SECONDS = 1.0
 """Time that a step waits for saves that read blocks which it gives to another request; then they are cancelled."""
-
-
-LATER_SECONDS = 0.005
-"""Time after which a step's saves begin if no other step does."""
-COLLECT_SECONDS = 0.02
+LATER_SECONDS = 0.05
+"""Time after which a step's saves begin, unless a step needs their blocks or has nothing to do before."""
+COLLECT_SECONDS = 0.1
 """Time after which chunks that left memory by themselves are looked for. After each load and save they are, anyway."""
 
 
@@ -42,7 +41,7 @@ class Worker:
     """The worker's half, one for each rank. All calls come from the engine's worker thread. A step with nothing to do
     costs microseconds.
 
-    Loads and saves begin on a thread of their own, so that the model does not wait for it: on a process's main thread
+    Loads and saves begin on threads of their own, so that the model does not wait for it: on a process's main thread
     every call of an engine is a change of threads, which takes some 0.3 ms while others run.
     """
 
@@ -70,11 +69,14 @@ class Worker:
         self._rank = rank
         self._orders: Orders | None = None
         self._calls = ThreadPoolExecutor(1, "kvloom-step")
+        self._later = ThreadPoolExecutor(1, "kvloom-later")
+        """Begins saves."""
         self._changes = MemoryChanges(self._engine)
         self._collect_due = 0.0
         self._loads: dict[str, list[Transfer]] = {}
         self._saves: dict[int, list[Transfer]] = {}
-        self._next_step = Event()
+        self._needed = Event()
+        """Set to have the saves that were ordered so far begin."""
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._failures = 0
@@ -95,17 +97,15 @@ class Worker:
 
     def fence(self, orders: Orders) -> None:
         """Wait for, or stop, reads of blocks that this step reuses, before it computes anything."""
-        self._end_step()
         if orders.clear:
             self._empty_memory()  # first: a save of before the reset may read what has been overwritten since
         self._wait_for(orders.step.fence)
 
     def begin(self, orders: Orders) -> None:
-        """The step's orders, before it is computed. Begins the saves of requests that are over."""
-        self._end_step()
+        """The step's orders, before it is computed."""
         self._orders = orders
         self._report.ascertained = orders.step.uncertain  # its report goes with what the step's loads have come to
-        self._begin("save", self._saved(orders.step.ended, orders))
+        self._save_later(orders.step.ended, orders)
 
     def load(self, *, wait: bool) -> None:
         """Begin the step's loads. wait: the step computes with their KV, which is there on return; by layers, once
@@ -122,7 +122,8 @@ class Worker:
                 chunks = load.move.chunks
                 count = len(chunks.digests) + len(chunks.pieces)
                 load.layers = LayerEvents(len(load.part.memory["pages"]), count)
-        self._begin("load", loads)
+        if loads:
+            self._calls.submit(self._begun, "load", loads, CurrentStreams())
         for request in step.cancelled:
             for load in self._loads.get(request, ()):
                 load.cancel()
@@ -139,19 +140,16 @@ class Worker:
                     load.layers.wait(each)
 
     def save(self) -> None:
-        """The step has been computed, or queued on the device. Its saves begin with the next, or after `LATER_SECONDS`.
+        """The step has been computed, or queued on the device. Its saves begin later.
 
-        They take the interpreter from the thread that still has to choose this step's tokens and to say them.
+        They take the interpreter from the thread that has to choose this step's tokens, or to compute a prompt's last.
         """
         assert self._orders is not None
         self._end_awaited()  # first: what was computed with KV that did not come is not saved
         orders, self._orders = self._orders, None
         self._idle, self._patient = orders.idle, orders.patient
-        saves = self._saved(orders.step.saves, orders)
-        if saves or orders.step.touched:
-            self._calls.submit(self._begun_later, self._next_step, orders.step.touched, saves, CurrentStreams())
+        self._save_later(orders.step.saves, orders, orders.step.touched)
         if self._written_first:
-            self._end_step()
             self._wait_for(self._saves)
 
     def finished(self) -> set[str]:
@@ -216,17 +214,20 @@ class Worker:
 
     def close(self) -> None:
         """Cancel loads under way, and write what was saved, the last step's KV too. Idempotent."""
-        self._end_step()
+        self._needed.set()
         self._end_loads()
         self._calls.shutdown()
+        self._later.shutdown()
         with ExitStack() as closed:  # one closes the tiers, and which one depends on the sizes of the groups
             for part in (part for some in self._parts for part in some):
                 closed.callback(part.engine.close)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _wait_for(self, saves: Iterable[int]) -> None:
+    def _wait_for(self, saves: Collection[int]) -> None:
         """Once this has returned, these saves do not read the engine's KV any more."""
+        if saves:
+            self._need_saves()
         until = time.monotonic() + FENCE_SECONDS
         for save in (save for number in saves for save in self._saves.get(number, ())):
             if not save.over.wait(max(0.0, until - time.monotonic())):
@@ -238,22 +239,30 @@ class Worker:
     def _wait_idly(self) -> None:
         """Wait up to `IDLE_SECONDS` for all loads of one request, or for a save if nothing loads."""
         loading = (loads for loads in self._loads.values() if not all(load.over.is_set() for load in loads))
-        awaited = next(loading, None) or list(islice(self._saving(), 1))
+        awaited = next(loading, None)
+        if not awaited:
+            self._need_saves()
+            awaited = list(islice(self._saving(), 1))
         until = time.monotonic() + IDLE_SECONDS
-        for transfer in awaited:
+        for transfer in reversed(awaited):  # woken once: the last one ends last as a rule
             transfer.over.wait(max(0.0, until - time.monotonic()))
         if self._patient and not awaited:
             time.sleep(IDLE_SECONDS)
 
-    def _saved(self, moves: Sequence[Move], orders: Orders) -> list[Transfer]:
-        """The step's saves, which have not begun."""
+    def _save_later(self, moves: Sequence[Move], orders: Orders, touched: Sequence[Chunks] = ()) -> None:
+        """Save KV, and note the use of chunks: after `LATER_SECONDS`, or once saves are needed."""
         if not self._asynchronous and orders.failures.get(self._rank, 0) < self._failures:
             # Planned before the scheduler knew that some KV had not come: what was computed may be wrong.
             self._report.saved.update(move.number for move in moves)
-            return []
+            moves = ()
         saves = {move.number: self._transfers(move) for move in moves}
         self._saves |= saves
-        return [save for its in saves.values() for save in its]
+        if saves or touched:
+            transfers = [save for its in saves.values() for save in its]
+            due = time.monotonic() + LATER_SECONDS
+            for save in transfers:  # not what later steps queue on the device
+                save.ready = mark(save.part.memory["pages"][0].device)
+            self._later.submit(self._begun_later, self._needed, due, touched, transfers, CurrentStreams())
 
     def _transfers(self, move: Move) -> list[Transfer]:
         return [Transfer(move, part) for part in self._parts[move.chunks.group]]
@@ -275,22 +284,17 @@ class Worker:
             load.cut_off |= not load.cancelled  # else nobody needs it
             load.cancel()
 
-    def _end_step(self) -> None:
-        """Have the saves of the step before begin."""
-        self._next_step.set()
-        self._next_step = Event()
+    def _need_saves(self) -> None:
+        """Have the saves that were ordered so far begin."""
+        self._needed.set()
+        self._needed = Event()
 
     def _begun_later(
-        self, next_step: Event, touched: Sequence[Chunks], saves: Sequence[Transfer], streams: CurrentStreams
+        self, needed: Event, due: float, touched: Sequence[Chunks], saves: Sequence[Transfer], streams: CurrentStreams
     ) -> None:
-        next_step.wait(LATER_SECONDS)
+        needed.wait(max(0.0, due - time.monotonic()))
         self._touch(touched)
         self._begun("save", saves, streams)
-
-    def _begin(self, verb: Literal["load", "save"], transfers: Sequence[Transfer]) -> None:
-        """Have them begin, in the order of these calls, and not before what this thread has queued on a device."""
-        if transfers:
-            self._calls.submit(self._begun, verb, transfers, CurrentStreams())
 
     def _begun(self, verb: Literal["load", "save"], transfers: Sequence[Transfer], streams: CurrentStreams) -> None:
         for transfer in transfers:
@@ -299,6 +303,8 @@ class Worker:
                 transfer.segments = segments = part.names.segments(move.chunks)
                 call = part.engine.load if verb == "load" else part.engine.save
                 start = partial(call, segments, blocks=move.blocks, first_block=move.first_block, **part.memory)
+                if transfer.ready is not None:
+                    start = partial(start, ready=transfer.ready)
                 if transfer.layers is not None:
                     start = partial(start, layer_events=transfer.layers, at_once=True)
                 if segments:

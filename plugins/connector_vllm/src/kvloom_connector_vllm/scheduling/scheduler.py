@@ -309,21 +309,27 @@ class Scheduler:
     def _located(self, chunks: Sequence[Chunks], hashes: Sequence[bytes]) -> Told:
         """The answer of the tiers about these chunks, and about the pieces of the first that cannot be loaded.
 
-        chunks: by group, from the beginning of a sequence. hashes: of its blocks.
+        chunks: by group, from the beginning of a sequence. hashes: of its blocks. The tiers are asked once if that is
+        the first that memory lacks.
         """
-        planner = self._planner
-        counts = [len(some.digests) for some in chunks]
-        pieces = [of.of(hashes, count) for of, count in zip(planner.pieces, counts, strict=True)]
-        told = self._told([some._replace(pieces=its) for some, its in zip(chunks, pieces, strict=True)])
-        tiers = [self._tiers(self._keys(some), told)[: len(some.digests)] for some in chunks]
-        first = min(map(self._lacking, tiers, planner.groups))
-        more = []
-        for number, (group, of, count) in enumerate(zip(planner.groups, planner.pieces, counts, strict=True)):
-            begin = first // group.chunk_tokens
-            end = -(-(first + planner.chunk_tokens) // group.chunk_tokens)
-            for chunk in range(begin, min(end, count)):
-                more.append(Chunks(chunks[number].owner, chunk, (), of.of(hashes, chunk), number))
-        return told | self._told(more) if more else told
+        planner, told = self._planner, dict[ChunkKey, str]()
+        ends = [len(some.digests) for some in chunks]
+        asked = [
+            some._replace(pieces=of.of(hashes, end)) for some, of, end in zip(chunks, planner.pieces, ends, strict=True)
+        ]
+        keys, before = [self._keys(some) for some in chunks], -1
+
+        def lacking() -> int:
+            return min(map(self._lacking, [self._tiers(its, told) for its in keys], planner.groups))
+
+        while (first := lacking()) != before:
+            for number, (group, of) in enumerate(zip(planner.groups, planner.pieces, strict=True)):
+                begin, size = first // group.chunk_tokens, group.chunk_tokens
+                for chunk in range(begin, min(-(-(first + planner.chunk_tokens) // size), ends[number])):
+                    asked.append(Chunks(chunks[number].owner, chunk, (), of.of(hashes, chunk), number))
+            told.update(self._told(asked))
+            before, asked = first, []
+        return told
 
     def _lacking(self, tiers: Sequence[str | None], group: Group) -> int:
         """The first token of the chunk whose pieces may be of use: behind all that is held without a gap, or, where
