@@ -22,6 +22,8 @@ from typing import Any
 
 import pytest
 
+_GARBAGE = 10_000, 20, 20
+"""Thresholds of the garbage collector. Memory that a test leaves in cycles is looked for after it, see `_Memory`."""
 UNTIL = os.environ.get("TEST_UNTIL")  # in seconds, as `date +%s` prints them
 COSTS_FILE = os.environ.get("TEST_COSTS_FILE")
 # Tensors in tests are small: a second thread of torch's adds two thirds of the processor time, which it spends waiting.
@@ -200,7 +202,11 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish() -> None:
-    """Engines of tests are many and small, and what is installed is the same for all of them."""
+    """Engines of tests are many and small, and what is installed is the same for all of them.
+
+    Garbage of tests is looked for at the size that a process has for much longer work, which is a tenth of the time.
+    """
+    gc.set_threshold(*_GARBAGE)
     if "kvloom.plugins.registry" in sys.modules:
         from kvloom.plugins import registry
 
