@@ -169,6 +169,31 @@ _FIRST = {
 }
 
 
+_ROUNDS = ("B10", "B11", "B20", "B33", "B36", "B56", "C19", "S09")
+"""Requirements of the kit that try many times, and whose mutants a quarter of the rounds finds as well."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Components of this repository meet those briefly here, and at length in `make test-full`."""
+    of_kit = metafunc.cls is not None and metafunc.function.__module__.startswith("kvloom_testkit.")
+    if of_kit and metafunc.function.__name__.removeprefix("test_").startswith(_ROUNDS):
+        if metafunc.definition.path.parent.name == "tests" and not hasattr(metafunc.module, "brief"):
+            metafunc.fixturenames.append("rounds_of_kit")
+            metafunc.parametrize("rounds_of_kit", ["brief", pytest.param("usual", marks=pytest.mark.slow)])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    rounds = getattr(getattr(item, "callspec", None), "params", {}).get("rounds_of_kit")
+    if rounds is None:
+        return (yield)
+    from kvloom_testkit import effort
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(effort, "brief", rounds == "brief")
+        return (yield)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Requirements that a class of the kit's names in `slow` are: a variant's, which start a process each.
