@@ -6,6 +6,7 @@ All work under pytest-xdist: a worker attaches them to its reports, the main pro
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import gc
 import json
@@ -18,6 +19,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -176,10 +178,10 @@ _ROUNDS = ("B10", "B11", "B20", "B33", "B36", "B56", "C19", "S09")
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Components of this repository meet those briefly here, and at length in `make test-full`."""
     of_kit = metafunc.cls is not None and metafunc.function.__module__.startswith("kvloom_testkit.")
-    if of_kit and metafunc.function.__name__.removeprefix("test_").startswith(_ROUNDS):
-        if metafunc.definition.path.parent.name == "tests" and not hasattr(metafunc.module, "brief"):
-            metafunc.fixturenames.append("rounds_of_kit")
-            metafunc.parametrize("rounds_of_kit", ["brief", pytest.param("usual", marks=pytest.mark.slow)])
+    often = of_kit and metafunc.function.__name__.removeprefix("test_").startswith(_ROUNDS)
+    if often and metafunc.definition.path.parent.name == "tests" and not hasattr(metafunc.module, "brief"):
+        metafunc.fixturenames.append("rounds_of_kit")
+        metafunc.parametrize("rounds_of_kit", ["brief", pytest.param("usual", marks=pytest.mark.slow)])
 
 
 @pytest.hookimpl(wrapper=True)
@@ -240,6 +242,28 @@ def pytest_collection_finish() -> None:
         from kvloom.memory import pages
 
         pages._AHEAD_BYTES = 2 << 20  # it takes memory and time in each of hundreds of engines
+    if "typer.main" in sys.modules:
+        from typer import main
+
+        main.get_params_from_function = _signed_once(main.get_params_from_function)
+
+
+def _signed_once(params: Callable[[Callable[..., Any]], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """`params`, which evaluates the annotations of a verb's function, of a function that was made again from the same
+    code: each run of the command makes all of them."""
+    known: dict[object, tuple[object, dict[str, Any]]] = {}
+
+    def remembered(func: Callable[..., Any]) -> dict[str, Any]:
+        if not isinstance(func, FunctionType) or hasattr(func, "__wrapped__"):
+            return params(func)
+        defaults = *(func.__defaults__ or ()), *(func.__kwdefaults__ or {}).items()
+        names = tuple(func.__annotations__.items())
+        key = func.__code__, id(func.__globals__), tuple(map(repr, defaults)), tuple(map(repr, names))
+        if key not in known:
+            known[key] = func, params(func)
+        return {name: copy.copy(param) for name, param in known[key][1].items()}
+
+    return remembered
 
 
 def _read_once(installed: Callable[[], Iterator[Any]]) -> Callable[[], Iterator[Any]]:
