@@ -77,7 +77,7 @@ def test_a_module_is_read_again_only_if_it_has_changed(install: Install) -> None
     module: Any = sys.modules[entry.module]
     module.kvloom_storage_backends = hookimpl(lambda: [backend("two")])
     assert list(discover(entry).types("backend")) == ["two"]
-    module.kvloom_no_such_hook = hookimpl(list)
+    module.kvloom_no_such_hook = hookimpl(lambda: [backend("three")])
     assert "no_such_hook" in discover(entry).statuses()[0].reason
 
 
