@@ -6,6 +6,7 @@ All work under pytest-xdist: a worker attaches them to its reports, the main pro
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import gc
 import json
@@ -18,10 +19,13 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
 
+_GARBAGE = 10_000, 20, 20
+"""Thresholds of the garbage collector. Memory that a test leaves in cycles is looked for after it, see `_Memory`."""
 UNTIL = os.environ.get("TEST_UNTIL")  # in seconds, as `date +%s` prints them
 COSTS_FILE = os.environ.get("TEST_COSTS_FILE")
 # Tensors in tests are small: a second thread of torch's adds two thirds of the processor time, which it spends waiting.
@@ -167,6 +171,31 @@ _FIRST = {
 }
 
 
+_ROUNDS = ("B10", "B11", "B20", "B33", "B36", "B56", "C19", "S09")
+"""Requirements of the kit that try many times, and whose mutants a quarter of the rounds finds as well."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Components of this repository meet those briefly here, and at length in `make test-full`."""
+    of_kit = metafunc.cls is not None and metafunc.function.__module__.startswith("kvloom_testkit.")
+    often = of_kit and metafunc.function.__name__.removeprefix("test_").startswith(_ROUNDS)
+    if often and metafunc.definition.path.parent.name == "tests" and not hasattr(metafunc.module, "brief"):
+        metafunc.fixturenames.append("rounds_of_kit")
+        metafunc.parametrize("rounds_of_kit", ["brief", pytest.param("usual", marks=pytest.mark.slow)])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    rounds = getattr(getattr(item, "callspec", None), "params", {}).get("rounds_of_kit")
+    if rounds is None:
+        return (yield)
+    from kvloom_testkit import effort
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(effort, "brief", rounds == "brief")
+        return (yield)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Requirements that a class of the kit's names in `slow` are: a variant's, which start a process each.
@@ -200,7 +229,11 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish() -> None:
-    """Engines of tests are many and small, and what is installed is the same for all of them."""
+    """Engines of tests are many and small, and what is installed is the same for all of them.
+
+    Garbage of tests is looked for at the size that a process has for much longer work, which is a tenth of the time.
+    """
+    gc.set_threshold(*_GARBAGE)
     if "kvloom.plugins.registry" in sys.modules:
         from kvloom.plugins import registry
 
@@ -209,6 +242,28 @@ def pytest_collection_finish() -> None:
         from kvloom.memory import pages
 
         pages._AHEAD_BYTES = 2 << 20  # it takes memory and time in each of hundreds of engines
+    if "typer.main" in sys.modules:
+        from typer import main
+
+        main.get_params_from_function = _signed_once(main.get_params_from_function)
+
+
+def _signed_once(params: Callable[[Callable[..., Any]], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """`params`, which evaluates the annotations of a verb's function, of a function that was made again from the same
+    code: each run of the command makes all of them."""
+    known: dict[object, tuple[object, dict[str, Any]]] = {}
+
+    def remembered(func: Callable[..., Any]) -> dict[str, Any]:
+        if not isinstance(func, FunctionType) or hasattr(func, "__wrapped__"):
+            return params(func)
+        defaults = *(func.__defaults__ or ()), *(func.__kwdefaults__ or {}).items()
+        names = tuple(func.__annotations__.items())
+        key = func.__code__, id(func.__globals__), tuple(map(repr, defaults)), tuple(map(repr, names))
+        if key not in known:
+            known[key] = func, params(func)
+        return {name: copy.copy(param) for name, param in known[key][1].items()}
+
+    return remembered
 
 
 def _read_once(installed: Callable[[], Iterator[Any]]) -> Callable[[], Iterator[Any]]:

@@ -139,12 +139,18 @@ def owners(run: Run) -> set[Any]:
 
 
 @cache
+def modules_by_file(count: int) -> dict[str, ModuleType]:
+    """Modules that were imported when there were `count`. Some import others when they are asked for a name."""
+    found: dict[str, ModuleType] = {}
+    for module in list(sys.modules.values()):
+        found.setdefault(str(getattr(module, "__dict__", {}).get("__file__")), module)
+    return found
+
+
+@cache
 def owner_of(code: CodeType) -> Any:
     """The class that a function was defined in, or None."""
-    module = next(
-        (one for one in list(sys.modules.values()) if getattr(one, "__file__", None) == code.co_filename), None
-    )
-    found: Any = module
+    found: Any = modules_by_file(len(sys.modules)).get(code.co_filename)
     for part in code.co_qualname.split(".")[:-1]:
         found = getattr(found, part, None)
     return found if inspect.isclass(found) else None

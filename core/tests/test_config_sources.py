@@ -254,7 +254,7 @@ def test_the_environment_is_above_the_file_and_below_nothing_else(monkeypatch: p
         ("KVLOOM_TIERS__4__NAME", "x", "KVLOOM_TIERS__4__NAME: there is no number '4' in a list of 1"),
         ("KVLOOM_TIERS__²__NAME", "x", "KVLOOM_TIERS__²__NAME: there is no number '²' in a list of 1"),
         ("KVLOOM_TIERS__X", "x", "KVLOOM_TIERS__X: there is no number 'x' in a list of 1"),
-        ("KVLOOM_TIERS", "[" * 5000, "KVLOOM_TIERS: nested too deeply"),
+        ("KVLOOM_TIERS", "[" * 1000, "KVLOOM_TIERS: nested too deeply"),
         ("KVLOOM_CHUNK_TOKENS", "2026-13-45", "chunk_tokens: should be a whole number, not '2026-13-45'"),
         ("KVLOOM_CHUNK_TOKENS__X", "x", "KVLOOM_CHUNK_TOKENS__X: there is nothing to set 'x' in: 256"),
         (

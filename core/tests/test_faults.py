@@ -28,6 +28,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvloom import BackendError, Sink, envelope
+from kvloom.memory import pages_of
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
@@ -252,7 +253,7 @@ def test_capacity_holds_and_tails_go_before_heads(open_engine: Open) -> None:
     assert engine.lookup(tokens_of(16, 44)).tokens == 16
     assert engine.lookup(tokens_of(16, 43)).tokens == 8, "half of the older prompt: its head"
     assert count(engine, "evicted") > 0
-    open_engine(SHELF | {"capacity": 5 * max(map(len, shelf.blobs.values()))})
+    open_engine(SHELF | {"capacity": 5 * pages_of(max(map(len, shelf.blobs.values())))})
     assert eventually(lambda: len(shelf.blobs) <= 5) and len(shelf.blobs) == 5, "the bound holds after a restart"
 
 

@@ -69,6 +69,18 @@ def test_hooks_are_read_once_for_all_plugins(install: Install) -> None:
     assert after.misses == before.misses and after.hits > before.hits
 
 
+def test_a_module_is_read_again_only_if_it_has_changed(install: Install) -> None:
+    entry = install("changing", kvloom_storage_backends=lambda: [backend("one")])
+    assert list(discover(entry).types("backend")) == ["one"]
+    with mock.patch.object(plugin, "_Manager", side_effect=AssertionError("read again")):
+        assert list(discover(entry).types("backend")) == ["one"]
+    module: Any = sys.modules[entry.module]
+    module.kvloom_storage_backends = hookimpl(lambda: [backend("two")])
+    assert list(discover(entry).types("backend")) == ["two"]
+    module.kvloom_no_such_hook = hookimpl(lambda: [backend("three")])
+    assert "no_such_hook" in discover(entry).statuses()[0].reason
+
+
 def test_the_keys_that_plugins_may_not_use_are_those_that_the_core_reads() -> None:
     assert set(KINDS["backend"].owned) == set(StoredBlock.model_fields)
     assert set(KINDS["serializer"].owned) == set(SerializerBlock.model_fields)

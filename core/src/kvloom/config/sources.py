@@ -67,11 +67,16 @@ def load_yaml(text: str) -> tuple[Any, list[Problem]]:
     """
     if len(text) > MOST_TEXT:
         raise ConfigError("", f"{len(text)} characters, and a configuration has {MOST_TEXT} at most")
-    node = yaml.compose(text, Loader=yaml.SafeLoader)
-    if node is None:
-        return None, []
-    _written_out(node, {})
-    return yaml.safe_load(text), list(repeated(node))
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None, []
+        _written_out(node, {})
+        twice = list(repeated(node))  # before merged mappings are put into the node
+        return loader.construct_document(node), twice
+    finally:
+        loader.dispose()
 
 
 def _written_out(node: yaml.Node, known: dict[int, int]) -> int:

@@ -13,6 +13,7 @@ import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import pluggy
@@ -57,6 +58,28 @@ class _Manager(pluggy.PluginManager):
         return _spec_of(name)
 
 
+_read: dict[ModuleType, tuple[list[tuple[str, Any]], Any]] = {}
+"""By module: all its names at the time, and the hooks among them. Every engine asks, and modules hardly change."""
+
+
+def _hooks_of(module: Any) -> Any:
+    """The hooks of an entry module. Raises what pluggy raises, PluginValidationError above all."""
+    names = list(vars(module).items()) if isinstance(module, ModuleType) else []
+    if names and module in _read:
+        then, hooks = _read[module]
+        if len(names) == len(then) and all(a is c and b is d for (a, b), (c, d) in zip(names, then, strict=True)):
+            return hooks
+    # A manager of its own: whatever a plugin does to it, no other plugin sees.
+    manager = _Manager("kvloom")
+    manager.add_hookspecs(hookspecs)
+    manager.register(module)
+    manager.check_pending()
+    _no_defaults(manager, module)
+    if names:
+        _read[module] = names, manager.hook
+    return manager.hook
+
+
 class Plugin:
     """One entry point: its state and, once asked for, what each of its hooks returned."""
 
@@ -85,24 +108,17 @@ class Plugin:
             self.state = "incompatible"
             self.reason = f"written for {self.entry.group}; this kvloom speaks {API}"
             return
-        # A manager of its own: whatever a plugin does to it, no other plugin sees.
-        manager = _Manager("kvloom")
-        manager.add_hookspecs(hookspecs)
         try:
             module = self.entry.load()
         except (Exception, SystemExit) as error:
             self.state, self.reason = "broken", _brief(error)
             return
         try:
-            manager.register(module)
-            manager.check_pending()
-            _no_defaults(manager, module)
+            self._hooks = _hooks_of(module)
         except pluggy.PluginValidationError as error:
             self.state, self.reason = "incompatible", _one_line(str(error))
         except Exception as error:
             self.state, self.reason = "broken", _brief(error)
-        else:
-            self._hooks = manager.hook
 
     def types(self, kind: str) -> tuple[str, ...]:
         """The types of `kind` from this plugin: all that its hook returned, or none if any of them is unfit."""
