@@ -109,6 +109,8 @@ def run(where: Path, wanted: Wanted, settings: Settings) -> dict[str, tuple[str,
         "KIT_SHARES": str(SHARES),
         "KIT_REPORTS": str(where),
     }
+    for name in ("CI", "BUILD_NUMBER"):  # pytest would make a diff of two blobs, which takes a minute
+        environment.pop(name, None)
     plugins = [each for name in ("no:cacheprovider", "no:logging", "kvloom_testkit") for each in ("-p", name)]
     # Forks would share a file that catches output. A traceback of pytest's own parses the sources of all its frames.
     command = [sys.executable, "-m", "pytest", "-q", *plugins, "--capture=sys", "--tb=native", str(where)]
