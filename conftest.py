@@ -140,9 +140,16 @@ class _Until:
         self._until = until
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self) -> None:
-        if time.time() > self._until:
-            pytest.skip(self._REASON)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        """Reported here: the kit takes a requirement that a hook skips for one that failed."""
+        if time.time() <= self._until:
+            return None
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        where = str(item.path), 0, self._REASON
+        report = pytest.TestReport(item.nodeid, item.location, {}, "skipped", where, "setup")
+        item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         skipped = terminalreporter.stats.get("skipped", [])

@@ -57,9 +57,17 @@ def conftest() -> ModuleType:
 
 
 def test_no_test_begins_after_the_end(conftest: ModuleType) -> None:
-    conftest._Until(time.time() + 60).pytest_runtest_setup()
-    with pytest.raises(pytest.skip.Exception, match="TEST_UNTIL has passed"):
-        conftest._Until(time.time() - 1).pytest_runtest_setup()
+    reports: list[pytest.TestReport] = []
+    hooks = SimpleNamespace(
+        pytest_runtest_logstart=lambda **_: None,
+        pytest_runtest_logreport=lambda report: reports.append(report),
+        pytest_runtest_logfinish=lambda **_: None,
+    )
+    item = SimpleNamespace(nodeid="test_a.py::test", location=("test_a.py", 0, "test"), path="test_a.py", ihook=hooks)
+    assert conftest._Until(time.time() + 60).pytest_runtest_protocol(item) is None and not reports
+    assert conftest._Until(time.time() - 1).pytest_runtest_protocol(item) is True
+    (report,) = reports
+    assert report.skipped and "TEST_UNTIL has passed" in str(report.longrepr)
 
 
 @pytest.mark.parametrize(("worker", "order"), [("gw0", ["a", "b"]), ("gw1", ["b", "a"]), (None, ["a", "b"])])
