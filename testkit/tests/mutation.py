@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from kvloom_testkit.running import leave_ci
+
 SHARES = 2
 """Run at once, since some components keep others waiting; forked once all are imported, which takes seconds."""
 _SECONDS = 900
@@ -109,8 +111,7 @@ def run(where: Path, wanted: Wanted, settings: Settings) -> dict[str, tuple[str,
         "KIT_SHARES": str(SHARES),
         "KIT_REPORTS": str(where),
     }
-    for name in ("CI", "BUILD_NUMBER"):  # pytest would make a diff of two blobs, which takes a minute
-        environment.pop(name, None)
+    leave_ci(environment)
     plugins = [each for name in ("no:cacheprovider", "no:logging", "kvloom_testkit") for each in ("-p", name)]
     # Forks would share a file that catches output. A traceback of pytest's own parses the sources of all its frames.
     command = [sys.executable, "-m", "pytest", "-q", *plugins, "--capture=sys", "--tb=native", str(where)]

@@ -67,6 +67,17 @@ def fill(config: Path, count: int, spec: KVSpec = SPEC, *, first: int = 0, salt:
     return tokens
 
 
+def ask(path: Path, tokens: list[int], *options: object, spec: KVSpec | None = SPEC) -> Any:
+    """The output of `kvloom why --json`. spec: None to give none."""
+    prompt = path.with_name("tokens.json")
+    prompt.write_text(json.dumps(tokens))
+    arguments = ["why", path, "--tokens", prompt, "--json", *options]
+    if spec is not None:
+        path.with_name("spec.json").write_text(spec.to_json())
+        arguments += ["--spec", path.with_name("spec.json")]
+    return run(*arguments).json
+
+
 def blobs_in(root: Path) -> list[Path]:
     """The files of chunks below a disk store, in the order of their depth."""
     found = map(Path, glob(str(root / "*/*/+??/*-*")))  # which, unlike Path.glob, bears directories that go meanwhile

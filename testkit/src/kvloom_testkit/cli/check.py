@@ -24,6 +24,7 @@ from kvloom_testkit.conformance import CannotOpenError
 from kvloom_testkit.kinds import conformance_of
 from kvloom_testkit.pytest_plugin import INSTALLED
 from kvloom_testkit.requirements import requirement_id, requirements_of
+from kvloom_testkit.running import leave_ci
 
 TROUBLES = 3
 """Number of requirements that hang, or end the process, after which the others are skipped."""
@@ -172,8 +173,7 @@ class _Session:
             sys.modules["torch"].set_num_threads(1)
         gc.freeze()  # objects from before the fork are neither collected nor scanned nor copied
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # others' plugins are not needed, and take time to import
-        for name in ("CI", "BUILD_NUMBER"):  # pytest would make a diff of two blobs, which takes a minute
-            os.environ.pop(name, None)
+        leave_ci(os.environ)
         try:
             _run(self._subject, self._asked, tell)
             tell({"done": True})
