@@ -75,9 +75,9 @@ def pytest_collection_finish(session):
 def pytest_runtest_setup(item):
     effort.brief = brief = wanted[item.cls.__name__][1]
     if item.cls.kind == "backend":  # what is right must not fail on a slow machine; mutants keep everybody waiting
-        from kvloom_testkit.backends import lifetime, listing
+        from kvloom_testkit.backends import lifetime, listing, values
 
-        lifetime._SECONDS, listing.SETTLING_SECONDS = (5, 6) if brief else (0.3, 1.2)
+        lifetime._SECONDS, listing.SETTLING_SECONDS, values.ANSWER_SECONDS = (5, 6, 10) if brief else (0.3, 1.2, 2)
 
 
 def pytest_runtest_logreport(report):
@@ -110,6 +110,7 @@ def run(where: Path, wanted: Wanted, settings: Settings) -> dict[str, tuple[str,
         "KIT_SETTINGS": json.dumps(settings),
         "KIT_SHARES": str(SHARES),
         "KIT_REPORTS": str(where),
+        "PYTEST_DEBUG_TEMPROOT": str(where),
     }
     leave_ci(environment)
     plugins = [each for name in ("no:cacheprovider", "no:logging", "kvloom_testkit") for each in ("-p", name)]

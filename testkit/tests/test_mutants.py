@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mutation
 import pytest
+from places import in_memory
 
 from kvloom_testkit import mutants
 from kvloom_testkit.kinds import CLASSES, conformance_of
@@ -46,7 +47,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     ]
     seen: Outcomes = {}
     for _ in range(3):  # what is a matter of which thread comes first may get past once
-        seen |= mutation.run(tmp_path_factory.mktemp("kit"), wanted, SETTINGS)
+        with in_memory(tmp_path_factory.mktemp("kit")) as place:
+            seen |= mutation.run(place, wanted, SETTINGS)
         wanted = [row for row in wanted if not row[5] and seen.get(f"{row[0]}::{row[4][0]}", ("",))[0] != "failed"]
         if not wanted:
             break
