@@ -68,7 +68,7 @@ def test_who_inherits_the_right_does_not_evict_for_what_is_gone(
     assert first.health().tiers[0].evicts and not second.health().tiers[0].evicts
     shelf = Shelf.shelves["default"]
     stored(second, *range(1, 12))
-    assert eventually(lambda: len(shelf.blobs) <= 16)
+    assert eventually(lambda: len(shelf.blobs) <= 8)
     first.close()
     left = set(shelf.blobs)
     town.holder = None

@@ -79,6 +79,16 @@ def test_a_fresh_process_imports_nothing_from_where_it_is(tmp_path: Path, monkey
     assert str(tmp_path) not in in_fresh_process("import yaml; print(yaml.__file__)")
 
 
+def test_threads_begin_restless_also_where_a_program_is_audited() -> None:
+    """A hook lets another thread in while a profile function is being set, which Python 3.11 refuses."""
+    in_fresh_process(
+        "import sys, time\n"
+        "from kvloom_testkit.running import together\n"
+        "sys.addaudithook(lambda event, _: time.sleep(0.01) if event == 'sys.setprofile' else None)\n"
+        "together(*[lambda: None] * 4, restless=True)\n"
+    )
+
+
 def test_processes_with_torch_share_an_interpreter_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,15 @@ def leave_ci(environment: MutableMapping[str, str]) -> None:
         environment.pop(name, None)
 
 
+_setting = threading.Lock()
+
+
+def _set_profile(function: Callable[..., object] | None) -> None:
+    """`sys.setprofile`, which Python 3.11 refuses while another thread is inside: audit hooks make it slow."""
+    with _setting:
+        sys.setprofile(function)
+
+
 def together(*functions: Callable[[], object], seconds: float = SECONDS, restless: bool = False) -> None:
     """Run each function on a thread of its own, all beginning at once; raises the first error of any of them.
 
@@ -47,12 +56,12 @@ def together(*functions: Callable[[], object], seconds: float = SECONDS, restles
         try:
             start.wait(seconds)
             if restless:
-                sys.setprofile(pauses(number))
+                _set_profile(pauses(number))
             function()
         except BaseException as error:
             errors.append(error)
         finally:
-            sys.setprofile(None)
+            _set_profile(None)
 
     threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(functions)]
     interval = sys.getswitchinterval()
