@@ -106,8 +106,8 @@ def test_slabs_are_pinned_in_order_as_they_come_into_use(make: Make) -> None:
 def test_memory_is_taken_from_the_node_of_the_device_before_it_is_pinned(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    registrar, bound = Registrar(), list[tuple[object, ...]]()
-    registrar.home = Node(1, frozenset())
+    registrar, bound, moved = Registrar(), list[tuple[object, ...]](), list[frozenset[int]]()
+    registrar.home = Node(1, frozenset({5}))
 
     def bind(*given: object) -> bool:
         assert not registrar.slabs
@@ -115,11 +115,13 @@ def test_memory_is_taken_from_the_node_of_the_device_before_it_is_pinned(
         return False
 
     monkeypatch.setattr(pages, "bind", bind)
+    monkeypatch.setattr(RUNTIME, "run_on", moved.append)
     pool = make(registrar)
     settle(pool)
     reservation = pool.reserve(SLAB)
     settle(pool)
     assert len(registrar.slabs) == 2 and bound == [(registrar.home, pool.pages.bytes.data_ptr(), 4 * SLAB)]
+    assert moved == [{5}], "threads that use the memory"
     assert reservation is not None
     reservation.abandon()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+import threading
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,7 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.numa import Node, bind, node_of
+from kvloom.numa import Node, bind, node_of, run_on
+from kvloom.runtime import SystemRuntime
 
 PCI = "0000:3b:00.0"
 
@@ -60,12 +63,8 @@ def test_one_node_or_nonsense_is_none(tmp_path: Path, device: str, online: str, 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux binds memory")
 def test_a_binding_is_in_force_or_refused() -> None:
     memory = mmap.mmap(-1, 1 << 20)
-    address, here = torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), os.sched_getaffinity(0)
-    try:
-        bound = bind(Node(0, frozenset({min(here)})), address, 1 << 20)
-        assert os.sched_getaffinity(0) == {min(here)}
-    finally:
-        os.sched_setaffinity(0, here)
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    bound = bind(Node(0, frozenset({0})), address, 1 << 20)
     try:
         policies = Path("/proc/self/numa_maps").read_text()
     except OSError:
@@ -74,10 +73,35 @@ def test_a_binding_is_in_force_or_refused() -> None:
     assert policy == ("prefer:0" if bound else "default")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux binds memory")
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads run anywhere here")
+def test_threads_of_a_runtime_move_to_the_node() -> None:
+    here = os.sched_getaffinity(0)
+    one, runtime, ended = frozenset({min(here), 10**5}), SystemRuntime(), threading.Event()
+    seen: list[set[int]] = []
+
+    def look(begun: threading.Event) -> None:
+        begun.set()
+        ended.wait(20)
+        seen.append(os.sched_getaffinity(0))
+
+    begun = [threading.Event(), threading.Event()]
+    threads = [runtime.spawn(partial(look, begun[0]), name="before")]
+    assert begun[0].wait(20)
+    other = SystemRuntime().spawn(partial(look, threading.Event()), name="another engine's")
+    runtime.run_on(one)
+    threads.append(runtime.spawn(partial(look, begun[1]), name="afterwards"))
+    ended.set()
+    for thread in (*threads, other):
+        thread.join(20)
+    assert sorted(seen, key=len) == [{min(here)}, {min(here)}, here]
+    assert os.sched_getaffinity(0) == here
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads run anywhere here")
 def test_a_system_that_refuses_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "sched_setaffinity", refuse)
-    assert not bind(Node(0, frozenset(os.sched_getaffinity(0))), 1, 4096), "no address of a page"
+    run_on(frozenset(os.sched_getaffinity(0)))
+    assert not bind(Node(0, frozenset({0})), 1, 4096), "no address of a page"

@@ -42,15 +42,20 @@ def node_of(pci: str, sysfs: Path | None = None) -> Node | None:
     return Node(number, cpus) if number < _MOST_NODES else None
 
 
+def run_on(cpus: frozenset[int], thread: int = 0) -> None:
+    """Have a thread (0: the calling one) run on those of these processors on which it may run, if there are any."""
+    if cpus and hasattr(os, "sched_setaffinity"):
+        with contextlib.suppress(OSError):  # it has ended
+            allowed = cpus & os.sched_getaffinity(thread)
+            if allowed:
+                os.sched_setaffinity(thread, allowed)
+
+
 def bind(node: Node, address: int, nbytes: int) -> bool:
-    """Have the calling thread run on the node, and take pages of this memory from it, as long as it has some.
+    """Take pages of this memory from the node, as long as it has some.
 
     Returns False, and changes no policy of the memory, where the system does not allow it.
     """
-    with contextlib.suppress(OSError):
-        allowed = node.cpus & os.sched_getaffinity(0)
-        if allowed:
-            os.sched_setaffinity(0, allowed)  # of this thread
     call = _MBIND.get(platform.machine())
     if call is None:
         return False

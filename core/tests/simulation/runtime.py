@@ -131,6 +131,9 @@ class SimRuntime:
         self.scheduler.point()
         return fiber
 
+    def run_on(self, cpus: frozenset[int]) -> None:
+        pass
+
     def at_exit(self, close: Callable[[], None]) -> Callable[[], None]:
         return lambda: None  # a simulated process is killed, or closes what it has opened
 

@@ -45,6 +45,7 @@ class Pages:
     ) -> None:
         """eager: all of it is wanted as soon as it can be pinned. piece_bytes: of the largest copy."""
         self.size = size
+        self._runtime = runtime
         settle_threads()
         self._map = _mapping(size)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -128,7 +129,10 @@ class Pages:
     def _move_home(self) -> bool:
         assert self._pinner is not None
         node = self._pinner.node()
-        return node is not None and bind(node, self.bytes.data_ptr(), self.size)
+        if node is None:
+            return False
+        self._runtime.run_on(node.cpus)
+        return bind(node, self.bytes.data_ptr(), self.size)
 
     def _populate_next(self) -> None:
         assert self._libc is not None

@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, TypeVar
+from weakref import WeakSet
 
-from kvloom import interrupts
+from kvloom import interrupts, numa
 
 T = TypeVar("T")
 
@@ -59,6 +60,9 @@ class Runtime(Protocol):
     def spawn(self, run: Callable[[], None], *, name: str, low_priority: bool = False) -> Thread:
         """Run in a daemon thread: a call that never returns must not keep the process alive."""
 
+    def run_on(self, cpus: frozenset[int]) -> None:
+        """Have its threads, and those it spawns from now on, run on these processors, as far as they may."""
+
     def at_exit(self, close: Callable[[], None]) -> Callable[[], None]:
         """Call `close` when this process ends; the returned function cancels that.
 
@@ -81,6 +85,8 @@ class SystemRuntime:
 
     def __init__(self) -> None:
         self._random = random.Random()
+        self._threads: WeakSet[threading.Thread] = WeakSet()
+        self._cpus: frozenset[int] = frozenset()
 
     now = staticmethod(time.monotonic)
     wall = staticmethod(time.time)
@@ -97,13 +103,21 @@ class SystemRuntime:
 
     def spawn(self, run: Callable[[], None], *, name: str, low_priority: bool = False) -> Thread:
         def run_nicely() -> None:
-            if sys.platform == "linux":  # elsewhere it would be the whole process's priority
+            if low_priority and sys.platform == "linux":  # elsewhere it would be the whole process's priority
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+            numa.run_on(self._cpus)
             run()
 
-        thread = threading.Thread(target=run_nicely if low_priority else run, name=name, daemon=True)
+        thread = threading.Thread(target=run_nicely, name=name, daemon=True)
+        self._threads.add(thread)
         thread.start()
         return thread
+
+    def run_on(self, cpus: frozenset[int]) -> None:
+        self._cpus = cpus
+        for thread in list(self._threads):
+            if thread.native_id is not None and thread.is_alive():
+                numa.run_on(cpus, thread.native_id)
 
     def at_exit(self, close: Callable[[], None]) -> Callable[[], None]:
         pid = os.getpid()
