@@ -11,8 +11,9 @@ import pytest
 import torch
 from core_support import CHUNK, SPEC, Gate, Shelf, eventually, kv_of, tokens_of
 
-from kvloom import BackendError, Engine, Registry
+from kvloom import BackendError, ConfigError, Engine, Registry
 from kvloom.builtin.plain import PlainConnector
+from kvloom.engine import builder
 from kvloom.telemetry.events import EventBus
 
 MEMORY = {"type": "memory", "capacity": "1MiB"}
@@ -149,6 +150,20 @@ def test_what_was_opened_is_closed_if_the_engine_cannot_be(
     with pytest.raises(TypeError, match="JSON"):
         Engine.open(config, SPEC, role=role, registry=registry)
     assert closed == [Shelf, EventBus, PlainConnector]
+
+
+def test_a_store_that_hangs_while_it_is_opened_is_named_and_closed_later(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, closed = Gate(), list[object]()
+    monkeypatch.setattr(builder, "OPENING_SECONDS", 0.05)
+    monkeypatch.setattr(Shelf, "check_writable", lambda shelf: gate("check_writable", ""))
+    monkeypatch.setattr(Shelf, "close", lambda shelf: closed.append(shelf))
+    with pytest.raises(ConfigError, match=r"tiers\.1: did not open within 0\.05 s; see whether"):
+        open_engine(MEMORY, SHELF | {"deadline": "50ms"})
+    assert not closed
+    gate.open()
+    assert eventually(lambda: len(closed) == 1)
 
 
 def test_what_was_opened_is_closed_if_the_sibling_cannot_be(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
-from core_support import Shelf, kv_of, matches, tokens_of
+from core_support import Shelf, eventually, kv_of, matches, tokens_of
 
 from kvloom import BackendError, Engine
 from kvloom.runtime import SystemRuntime, Workers, lacks_resource
@@ -151,7 +152,8 @@ def test_a_tier_without_a_thread_for_its_upkeep_does_not_open_and_leaves_nothing
     monkeypatch.setattr(Shelf, "close", lambda shelf: closed.append(shelf))
     with pytest.raises(RuntimeError, match="can't start new thread"):
         open_engine({**SHELF, "capacity": "1MiB"})
-    assert len(closed) == 1 and not [name for name in spawned if "shelf" in name]
+    assert len(closed) == 1 and [name for name in spawned if "shelf" in name] == ["kvloom-shelf-open-0"]
+    assert eventually(lambda: "kvloom-shelf-open-0" not in {thread.name for thread in threading.enumerate()})
 
 
 def test_a_delete_that_is_owed_is_not_lost_for_want_of_a_thread(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -12,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvloom import CorruptBlobError
+from kvloom import CorruptBlobError, UnreadableBlobError
+from kvloom_backend_disk import native_reads
 
 KEY = f"{'0a' * 16}/-/7-{'3f' * 32}"
 
@@ -165,3 +167,27 @@ def test_what_lies_where_drafts_belong_gives_way(tmp_path: Path, open_backend: A
             backend = open_backend(root)
         backend.put(KEY, [b"blob"])
         assert backend.get(KEY) == b"blob"
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_file_that_this_user_may_not_read_is_no_failure_of_the_store(
+    tmp_path: Path, open_backend: Any, monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
+    """Another user's, who writes with a narrow mask. A directory that may not be searched is a failure."""
+    backend = open_backend(tmp_path)
+    backend.put(KEY, [b"blob"])
+    refused = PermissionError(errno.EACCES, "Permission denied")
+
+    def refuse(path: str) -> int:
+        raise refused
+
+    monkeypatch.setattr(native_reads, "available", lambda: native)
+    monkeypatch.setattr(native_reads, "_failed", lambda files, at, path, failure: failure(path, refused))
+    monkeypatch.setattr(native_reads.Files, "error", lambda files, number: errno.EACCES)
+    monkeypatch.setattr("kvloom_backend_disk.backend._open_to_read", refuse)
+    for searched in (True, False):
+        kind = UnreadableBlobError if searched else PermissionError
+        if not searched:
+            monkeypatch.setattr("os.lstat", refuse)
+        with pytest.raises(kind, match="may not read the file" if searched else "Permission denied"):
+            backend.get(KEY)

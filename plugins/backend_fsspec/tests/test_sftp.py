@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvloom import BackendError, CorruptBlobError, IncompleteListingError
+from kvloom import BackendError, CorruptBlobError, IncompleteListingError, UnreadableBlobError
 from kvloom_backend_fsspec import pace
 from kvloom_backend_fsspec.backend import FsspecBackend
 from kvloom_backend_fsspec.names import Names
@@ -301,3 +301,18 @@ def test_a_server_that_takes_no_connection_in_time_is_asked_again(
     with pytest.raises(BackendError, match="took no connection" if failures == 3 else "no such key"):
         it.contains("key")
     assert times == 3
+
+
+def test_a_file_that_this_user_may_not_read_is_no_failure_of_the_store() -> None:
+    server: Any = Server({"/kv/a": FILE})
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    server.open = refuse
+    for read in (
+        lambda: sftp_store._read(server, "kv/a", Memory()),
+        lambda: sftp_store._read_range(server, "kv/a", 0, memoryview(bytearray(1))),
+    ):
+        with pytest.raises(UnreadableBlobError, match="may not read the file: /kv/a"):
+            read()

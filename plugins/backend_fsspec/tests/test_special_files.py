@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvloom import BackendError, CorruptBlobError
+from kvloom import BackendError, CorruptBlobError, UnreadableBlobError
 from kvloom_backend_fsspec.backend import FsspecBackend
 from kvloom_backend_fsspec.stores.base import Memory
 
@@ -132,3 +132,27 @@ def test_what_lies_where_drafts_belong_keeps_nobody_from_writing(tmp_path: Path,
     (draft := drafts / ("0f" * 16)).touch()
     os.utime(draft, (1, 1))
     assert [entry.key for entry in backend.scan()] == ["a"] and not draft.exists()
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_file_that_this_user_may_not_read_is_no_failure_of_the_store(
+    tmp_path: Path, driver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user's, who writes with a narrow mask. A directory that may not be searched is a failure."""
+    backend = FsspecBackend(FsspecBackend.Config(url=f"file://{tmp_path}", driver=driver))
+    backend.put("a", [b"blob"])
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        assert backend.contains("a")
+        for read in (lambda: backend.get("a"), lambda: backend.get_range("a", 0, memoryview(bytearray(1)))):
+            with pytest.raises(UnreadableBlobError, match="may not read the file"):
+                read()
+        patch.setattr(os, "stat", refuse)
+        with pytest.raises(BackendError, match="Permission denied"):
+            backend.get("a")
+    backend.put("a", [b"another"])
+    assert backend.get("a") == b"another"

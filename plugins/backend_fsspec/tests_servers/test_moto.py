@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvloom import StorageBackend
-from kvloom_backend_fsspec.testing import MotoServer
+from kvloom import StorageBackend, UnreadableBlobError
+from kvloom_backend_fsspec.testing import MotoServer, s3_client
 from kvloom_testkit import BackendConformance
 from kvloom_testkit.backends.doubles import put_all
 
@@ -24,6 +24,22 @@ def test_it_speaks_to_another_server_than_cephs(moto: MotoServer, new_bucket: Ca
     assert backend.contains_many(["a/b", "a/c", "a"]) == [True, False, True]
     backend.delete_many(["a", "a/b", "nothing"])
     assert [entry.key for entry in backend.scan()] == ["new"]
+    backend.close()
+
+
+def test_an_object_that_a_rule_has_archived_is_no_failure_of_the_store(
+    moto: MotoServer, new_bucket: Callable[..., str], s3: Any
+) -> None:
+    bucket = new_bucket(moto)
+    backend, client = s3(moto, bucket), s3_client(moto.endpoint)
+    backend.put("a/b", [b"blob"])
+    (there,) = client.list_objects_v2(Bucket=bucket)["Contents"]
+    client.put_object(Bucket=bucket, Key=there["Key"], Body=b"blob", StorageClass="GLACIER")
+    for read in (lambda: backend.get("a/b"), lambda: backend.get_range("a/b", 0, memoryview(bytearray(2)))):
+        with pytest.raises(UnreadableBlobError, match="archived"):
+            read()
+    backend.put("a/b", [b"blob"])
+    assert backend.get("a/b") == b"blob"
     backend.close()
 
 

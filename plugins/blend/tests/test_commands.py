@@ -126,14 +126,35 @@ def test_arguments_that_cannot_work(
     assert problem in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("more", [["--executor", "nobody"], ["--executor", "none"], ["--prompts", "no text"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--executor", "nobody"], ["--executor", "none"], ["--prompts", "no text"], ["--prompts", "one.txt"],
+        ["--out", "folder", "--force", "--tasks", "2"], ["--out", "shut/new", "--tasks", "2"],
+    ],
+)  # fmt: skip
 def test_no_model_is_loaded_for_arguments_that_cannot_work(
     more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(loading, "loaded", None)
     Path("no text").write_bytes(b"\xff")
+    Path("one.txt").write_text("a document\nand no other\n")
+    Path("folder").mkdir()
+    Path("shut").mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: str(path) != "shut")
     assert run(monkeypatch, "verify", "--model", "some/model", *more) == 2
+    assert more[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [["--out", "one.txt"], ["--documents", "one.txt"]])
+def test_the_demo_loads_no_model_for_arguments_that_cannot_work(
+    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loading, "loaded", None)
+    Path("one.txt").write_text("a document\nand no other\n")
+    assert run(monkeypatch, "demo", "--model", "some/model", *more) == 2
     assert more[0] in capsys.readouterr().err
 
 

@@ -99,3 +99,26 @@ def test_of_a_clients_salt_its_tag_is_remembered() -> None:
         retriever.learn(text(1, 64), salt=long)
         assert retriever._known and all(len(name) < 100 for name, _ in retriever._known)
         assert retriever.candidates(text(1, 64), 0, long) and not retriever.candidates(text(1, 64), 0, "y")
+
+
+def test_a_text_that_repeats_itself_is_not_asked_about_at_every_token(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A known piece begins at each of its tokens: to hash them all took 12 s for 131,072 of them."""
+    retriever, prompt = engine.blending.retriever, torch.full((2048,), 7)
+    retriever.learn(prompt)
+    assert len(retriever.candidates(prompt, 0, None)) == 2048 - 15
+    asked: list[Any] = []
+    monkeypatch.setattr(engine, "find", lambda some: asked.extend(some) or torch.zeros(len(some), dtype=torch.bool))
+    assert not retriever.stored(prompt)[1]
+    assert 0 < len(asked) <= 8 * 2048 // 16
+
+
+def test_pieces_that_overlap_one_that_is_gone_are_found(engine: Any) -> None:
+    retriever, known = engine.blending.retriever, text(9, 69)
+    retriever.learn(known)  # and never kept
+    (cache,) = _runner().prefill([known[5:]]).caches
+    engine.save(retriever.in_context(known[5:]), cache=cache).result()
+    retriever.learn(known[5:])
+    _, found = retriever.stored(known)
+    assert [(one.start, one.end) for one in found] == [(at, at + 16) for at in range(5, 69, 16)]

@@ -63,3 +63,14 @@ def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for each in (file, tmp_path / "pipe", tmp_path):
         with pytest.raises(ConfigError, match="is no file of verdicts"):
             verdicts.check(each, SPEC, "epic/0.1")
+
+
+def test_saving_writes_to_no_other_file_and_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, other = tmp_path / "verdicts", tmp_path / ".verdicts.partial"
+    other.write_text("of somebody else")
+    verdicts.save(file, SPEC, {"epic/0.1": GOOD})
+    assert other.read_text() == "of somebody else"
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(OSError, match="No space left"):
+        verdicts.save(file, SPEC, {})
+    assert sorted(tmp_path.iterdir()) == [other, file]

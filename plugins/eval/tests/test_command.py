@@ -163,13 +163,19 @@ def test_mistakes_are_told_before_a_model_is_loaded(tmp_path: Path, monkeypatch:
     assert "--blend nope: no blend executor of type 'nope'" in refused("m", "--blend", "none,nope", "--out", tmp_path)
     assert "--blend epic/2: " in refused("m", "--blend", "epic/2", "--out", tmp_path)
     assert "--blend epic/x: could not convert" in refused("m", "--blend", "epic/x", "--out", tmp_path)
+    for codecs in ("none", "default+profile"):  # it is looked at in the end, whether or not a codec needs it
+        no_profile = refused("m", "--codec", codecs, "--out", tmp_path, "--profile", tmp_path / "nothing")
+        assert "/nothing cannot be read (No such file" in no_profile
     codec = ("m", "--codec", "default+profile", "--out", tmp_path, "--profile")
-    assert "/nothing cannot be read (No such file" in refused(*codec, tmp_path / "nothing")
     (tmp_path / "results.md").write_text("mine")
     assert "not a profile" in refused(*codec, tmp_path / "results.md")
     text = f"{tmp_path}/results.md exists and is not from `kvloom eval`; name another folder with --out"
     assert refused("m", "--codec", "int8", "--out", tmp_path) == text
+    assert "cannot be written to" in refused("m", "--codec", "int8", "--out", tmp_path / "results.md")
     (tmp_path / "results.md").rename(tmp_path / "elsewhere")
+    (tmp_path / "rows.jsonl").write_text('{"about": {"model": "m", "dtype": "float32", "seed": 3}}\n')
+    assert "of another run: prompts was None" in refused("m", "--codec", "int8", "--out", tmp_path)
+    (tmp_path / "rows.jsonl").unlink()
     os.mkfifo(tmp_path / "rows.jsonl")
     assert "rows.jsonl exists" in refused("m", "--codec", "int8", "--out", tmp_path)
 

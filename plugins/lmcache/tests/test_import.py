@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from kvloom import ConfigError, EngineConfig
+from kvloom import ConfigError, EngineConfig, Registry
 from kvloom.cli.main import app
 from kvloom_lmcache import import_config, import_environment
 from kvloom_lmcache.fields import ALIASES, MAPPED, NOT_MAPPED
@@ -37,6 +37,20 @@ def test_the_example_gives_exactly_the_file_beside_it(tmp_path: Path) -> None:
     said = invoke(str(EXAMPLES / "lmcache.yaml"), "-o", str(out), "--strict")
     assert said.exit_code == 0 and out.read_text() == (EXAMPLES / "from_lmcache.yaml").read_text()
     assert EngineConfig.from_file(out).tiers[1].policy == "tiny_lfu"
+
+
+@pytest.mark.parametrize(("seconds", "timeout"), [(0.25, "0.25s"), (3, "3s"), (5, None), (60, None)])
+def test_a_start_does_not_warn_of_a_timeout_above_the_imported_deadline(seconds: float, timeout: str | None) -> None:
+    for url in ("redis://kv:6379", "s3://bucket.s3.amazonaws.com", "mooncakestore://kv:50051/"):
+        config, _, _ = brought(
+            remote_url=url, blocking_timeout_secs=seconds, local_disk="/kv", max_local_disk_size=1,
+            extra_config={"s3_region": "r"},
+        )  # fmt: skip
+        tiers = {tier["type"]: tier.get("timeout") for tier in config["tiers"]}
+        assert tiers.pop("memory", None) is None and tiers.pop("disk") is None
+        assert [*tiers.values()] == [timeout]
+        fields = Registry.discover().settings("backend", *tiers).model_fields
+        assert fields["timeout"].default == 5.0
 
 
 @pytest.mark.parametrize(

@@ -210,7 +210,8 @@ def test_a_trained_model_loses_less_with_its_profile(tmp_path: Path, monkeypatch
     from kvloom_serde_cachegen.calibration.calibrating import calibrated, loaded, serializer
     from kvloom_serde_cachegen.serializer import CacheGenSerializer
 
-    model, tokenizer = loaded(str(PYLM), "cpu")
+    load, tokenizer, _ = loaded(str(PYLM), "cpu")
+    model = load()
     files = sorted(Path(torch.__file__).parent.glob("nn/modules/*.py"))
     ours, theirs = text.read(files, tokens=8192)
     windows = text.windows(tokenizer, ours, length=512, count=8)
@@ -239,3 +240,15 @@ def test_a_place_that_cannot_be_written_to_is_no_matter_of_minutes(
     monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK)
     done = calibrate("--text", __file__, "--out", "here")
     assert done.exit_code == 2 and "--out" in done.output and "cannot be written to" in " ".join(done.output.split())
+
+
+@needs_transformers
+@pytest.mark.parametrize("more", [[], ["--tokens", "96", "--verify"]])
+def test_text_that_is_too_short_is_said_before_a_model_is_loaded(
+    calibrate: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
+    text = tmp_path / "text"
+    text.write_text(" ".join(str(number) for number in range(100 if more else 9)))
+    done = calibrate("--text", text, *more)
+    assert isinstance(done.exception, KVLoomError) and "give --text more" in str(done.exception)

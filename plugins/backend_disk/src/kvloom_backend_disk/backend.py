@@ -31,6 +31,7 @@ from kvloom import (
     ReadDone,
     Sink,
     StorageBackend,
+    UnreadableBlobError,
     WriteDone,
     one_line,
 )
@@ -60,8 +61,9 @@ _BLOCKED = (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 # Not there, just evicted, the file of another user (whose times only that user may set), or a store that is only read.
 _NO_TOUCH = (errno.ENOENT, errno.ENOTDIR, errno.EAGAIN, errno.EPERM, errno.EACCES, errno.EROFS)
 
+_MAY_NOT = (errno.EACCES, errno.EPERM)
 # Said of a directory that may be read all the same.
-_ONLY_READ = (errno.EACCES, errno.EPERM, errno.EROFS)
+_ONLY_READ = (*_MAY_NOT, errno.EROFS)
 
 
 class DiskBackend(StorageBackend):
@@ -344,7 +346,17 @@ def _outcome_of(path: str, error: OSError) -> bool | Exception:
     """Return what an error at opening a file to read it comes to: there is no blob, or this exception."""
     if error.errno in _NOTHING:
         return False
+    if error.errno in _MAY_NOT and _is_file(path):
+        return UnreadableBlobError(f"this user may not read the file: {path}")
     return CorruptBlobError(f"not a regular file: {path}") if error.errno in (0, *_NO_FILE) else error
+
+
+def _is_file(path: str) -> bool:
+    """Return whether the directory may be searched and has a regular file of that name."""
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except OSError:
+        return False
 
 
 def _open_to_read(path: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -86,6 +87,7 @@ def verify(
     scoring = _scoring(model, executor, tasks, ratio, out, force) if tasks or ratio or out or force else None
     try:
         texts = read_texts(prompts) if prompts else module_texts()
+        checks.check_count(texts)
     except ValueError as error:
         raise ConfigError("--prompts", str(error)) from None
     dtypes = list(dict.fromkeys(dtype or [Dtype.FLOAT32, Dtype.BFLOAT16]))
@@ -182,6 +184,8 @@ def _scoring(
         raise ConfigError("--out", f"there is no directory {str(out.parent)!r}")
     if out.exists() and not force:
         raise ConfigError("--out", f"{out} exists; name another, or overwrite it with --force")
+    if out.is_dir() or not os.access(out.parent, os.W_OK):
+        raise ConfigError("--out", f"{out} cannot be written; name another file")
     return Scoring(executor, list(dict.fromkeys(ratios or [_LIMITED_RATIO])), tasks, out)
 
 
@@ -224,7 +228,7 @@ def demo(
     from kvloom import ConfigError
 
     from . import screen
-    from .demo.measure import check_own, measure
+    from .demo.measure import check_count, check_own, measure
     from .demo.report import checks, draw_chart, print_results, sparklines
     from .demo.texts import QUESTIONS, module_texts, read_texts
     from .loading import default_model, loaded
@@ -234,6 +238,7 @@ def demo(
         check_own(out)
         option = "--documents"
         texts = read_texts(documents) if documents else module_texts()
+        check_count(texts)
     except ValueError as error:
         raise ConfigError(option, str(error)) from None
     name = model or default_model()

@@ -76,8 +76,7 @@ class Subject:
     def __init__(self, model: Any, tokenizer: Any, texts: Sequence[str], *, most_tokens: int = 200) -> None:
         lead = beginning(tokenizer)
         documents = tokenized(tokenizer, texts, most_tokens=most_tokens)
-        if len(documents) < 3:
-            raise ValueError(f"{len(documents)} documents are too few: a prompt has two or more, and a question")
+        check_count(documents)
         self.model = model
         self.prompts = prompts_of(documents, lead)
         room = 2 * most_tokens * len(documents)
@@ -111,6 +110,12 @@ class Subject:
 
     def close(self) -> None:
         self.blended.close()
+
+
+def check_count(documents: Sequence[object]) -> None:
+    """Raise ValueError for too few."""
+    if len(documents) < 3:
+        raise ValueError(f"{len(documents)} documents are too few: a prompt has two or more, and a question")
 
 
 def check_budgeted(word: str) -> None:

@@ -66,6 +66,7 @@ def evaluate(
     Results of items are kept; the same command goes on after an interruption.
     """
     from kvloom_eval import blending, codecs, running
+    from kvloom_eval.scores import rows
     from kvloom_eval.tasks import TASKS
 
     wanted = [
@@ -84,10 +85,11 @@ def evaluate(
     plan = running.Plan(chosen, contexts, items or (_QUICK_ITEMS if quick else _ITEMS), seed)
     blends = [each for word in _words(blend, ()) for each in (blending.DEFAULT if word == "default" else (word,))]
     blending.check(blends)
-    if profile is not None and any(each.needs_profile for each in wanted):
+    if profile is not None:
         codecs.check_profile(profile)
     place = out or Path(f"eval-{Path(model).resolve().name if Path(model).is_dir() else model.replace('/', '--')}")
     _check_own(place)
+    rows.check(place / _ROWS, _about(model, plan, plain=plain, dtype=dtype))
     _evaluate(
         model, plan, wanted, blends, place, profile, quick=quick, plain=plain, device=device, dtype=dtype,
         threads=threads, as_json=as_json,
@@ -96,9 +98,20 @@ def evaluate(
 
 def _check_own(place: Path) -> None:
     """Raise KVLoomError if files that are written over are there, and no rows beside them that say whose they are."""
+    if place.exists() and not (place.is_dir() and os.access(place, os.W_OK)):
+        raise KVLoomError(f"{place} exists and cannot be written to; name another folder with --out")
     there = [place / name for name in (*_WRITTEN, _ROWS) if os.path.lexists(place / name)]
     if there and not (place / _ROWS).is_file():
         raise KVLoomError(f"{there[0]} exists and is not from `kvloom eval`; name another folder with --out")
+
+
+def _about(name: str, plan: Plan, *, plain: bool, dtype: str) -> dict[str, Any]:
+    """Everything that rows depend on, besides their names and the weights."""
+    return {
+        "model": name if not Path(name).is_dir() else Path(name).resolve().name,
+        "dtype": dtype, "prompts": "plain" if plain else "chat template", "seed": plan.seed,
+        "text": f"Python {'.'.join(platform.python_version_tuple()[:2])}",
+    }  # fmt: skip
 
 
 def _words(given: str | None, default: Sequence[str]) -> list[str]:
@@ -132,12 +145,7 @@ def _evaluate(
         spec = spec_of(model)
     except ValueError as error:
         raise KVLoomError(f"the model cannot be evaluated: {error}") from error
-    about = {
-        "model": name if not Path(name).is_dir() else Path(name).resolve().name,
-        "weights": spec.revision.partition(", on ")[0],
-        "dtype": dtype, "prompts": "plain" if plain else "chat template", "seed": plan.seed,
-        "text": f"Python {'.'.join(platform.python_version_tuple()[:2])}",
-    }  # fmt: skip
+    about = {"weights": spec.revision.partition(", on ")[0], **_about(name, plan, plain=plain, dtype=dtype)}
     rows = Rows(place / _ROWS, about)
     blender: Blender | None = None
     if blends:

@@ -38,6 +38,10 @@ _SETTINGS = {
 """Settings of tiers, each with the field that it comes from; of others it is all fields that the tier comes from."""
 
 
+_TIMEOUT = 5.0
+"""The default `timeout` of the clients of servers."""
+
+
 def import_config(
     source: Mapping[str, Any], *, connector: str = "vllm", separator: Sequence[int] | None = None
 ) -> Imported:
@@ -196,6 +200,8 @@ def _everywhere(draft: Draft) -> None:
     if seconds != MAPPED["blocking_timeout_secs"]:
         for block in stored:
             block["deadline"] = f"{seconds:.6f}".rstrip("0").rstrip(".") + "s"
+            if block["type"] != "disk" and 0 < seconds < _TIMEOUT:  # a start would warn of it
+                block["timeout"] = block["deadline"]
     draft.say("blocking_timeout_secs", "mapped" if stored else "not needed", "the `deadline` of each stored tier")
     _policy(draft, [block for block in stored if "capacity" in block])
     place = draft.text("store_location").lower()
@@ -264,7 +270,7 @@ def _origin(done: Imported, path: Sequence[str]) -> str:
     part = path[0]
     if part == "tiers" and len(path) > 1 and path[1].isdecimal():
         kind = done.config["tiers"][int(path[1])]["type"]
-        if path[2:] == ["deadline"]:
+        if path[2:] in (["deadline"], ["timeout"]):
             return "blocking_timeout_secs"
         if (kind, ".".join(path[2:])) in _SETTINGS:
             return _SETTINGS[kind, path[2]]

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvloom import BackendError, CorruptBlobError, Sink
+from kvloom import BackendError, CorruptBlobError, Sink, UnreadableBlobError
 from kvloom_backend_fsspec.errors import explained
 from kvloom_backend_fsspec.names import Names
 from kvloom_backend_fsspec.stores.base import Listed, Memory
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 _PIECE_BYTES = 256 << 10
 _NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.EOPNOTSUPP)
 """A link may lead to too long a name; the last two are what opening a socket says."""
+
+
+_MAY_NOT = (errno.EACCES, errno.EPERM)
 
 
 class _LocalFiles:
@@ -79,8 +82,13 @@ class _LocalFiles:
         return True
 
     def size(self, name: str) -> int | None:
-        with self._opened(name) as found:
-            return None if found is None else found[1]
+        try:
+            status = os.stat(f"/{name}")
+        except OSError as error:
+            if error.errno not in _NOTHING:
+                raise BackendError(explained(error, self._place)) from error
+            return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def list(self, directory: str) -> Iterator[Listed]:
         unread = Unread(Names(self._place.prefix))
@@ -96,6 +104,8 @@ class _LocalFiles:
         try:
             file = os.open(f"/{name}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
+            if error.errno in _MAY_NOT and self.size(name) is not None:
+                raise UnreadableBlobError(f"this user may not read the file: /{name}") from error
             if error.errno not in _NOTHING:
                 raise BackendError(explained(error, self._place)) from error
             yield None

@@ -11,7 +11,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from kvloom import BackendError, CorruptBlobError, Sink
+from kvloom import BackendError, CorruptBlobError, Sink, UnreadableBlobError
 from kvloom_backend_fsspec.config import Config
 from kvloom_backend_fsspec.errors import explained, failed_for_one, is_beyond_the_end, says_no_bucket, was_not_sent
 from kvloom_backend_fsspec.stores.base import Listed, Memory
@@ -29,6 +29,8 @@ _PAGE_TIMEOUTS = 10
 _PARTS_AT_ONCE = 4
 _MOST_WHOLE_BYTES = 1 << 30
 """Maximum size of an object that is read whole for a part of it."""
+_ARCHIVED = ("InvalidObjectState", "BlobArchived")
+"""The code of S3 and that of Azure for an object that a rule of the bucket has moved to where it cannot be read."""
 _SERVER_FAILED = "500 Internal Server Error"
 T = TypeVar("T")
 
@@ -153,6 +155,10 @@ class ObstoreStore:
             return None
         except self._errors.PreconditionError:
             raise BackendError(f"{name} was replaced while it was read") from None
+        except BackendError as error:
+            if any(word in str(error) for word in _ARCHIVED):
+                raise UnreadableBlobError(f"the store has archived {name}") from error
+            raise
 
     def _receive(self, answer: Any, into: memoryview, filled: Callable[[int], None]) -> None:
         """Fill `into` with the first bytes of an answer; what comes behind them is left."""

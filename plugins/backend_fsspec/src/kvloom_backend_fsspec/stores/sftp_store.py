@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from kvloom import BackendError, CorruptBlobError, Sink
+from kvloom import BackendError, CorruptBlobError, Sink, UnreadableBlobError
 from kvloom_backend_fsspec.config import Config
 from kvloom_backend_fsspec.names import Names
 from kvloom_backend_fsspec.stores.base import Directories, Listed, Memory
@@ -169,10 +169,18 @@ def _length(sftp: Any, name: str) -> int | None:
     return int(status.st_size) if stat.S_ISREG(status.st_mode) else None
 
 
+def _open(sftp: Any, name: str) -> Any:
+    """Open a file whose length was told, which its permissions do not prevent. Raises UnreadableBlobError."""
+    try:
+        return sftp.open(f"/{name}", "rb", 0)
+    except PermissionError as error:
+        raise UnreadableBlobError(f"this user may not read the file: /{name}") from error
+
+
 def _read(sftp: Any, name: str, sink: Sink) -> bool | None:
     if _length(sftp, name) is None:
         return None
-    with sftp.open(f"/{name}", "rb", 0) as file:
+    with _open(sftp, name) as file:
         size = file.stat().st_size
         if not size:
             raise CorruptBlobError(f"an empty file: {name}")
@@ -183,7 +191,7 @@ def _read(sftp: Any, name: str, sink: Sink) -> bool | None:
 def _read_range(sftp: Any, name: str, offset: int, into: memoryview) -> bool:
     if _length(sftp, name) is None:
         return False
-    with sftp.open(f"/{name}", "rb", 0) as file:
+    with _open(sftp, name) as file:
         if file.stat().st_size < offset + len(into):
             return False
         file.seek(offset)

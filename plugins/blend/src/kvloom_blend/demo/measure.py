@@ -87,8 +87,9 @@ def measure(
     separator = tokenizer.encode(SEPARATOR, add_special_tokens=False)
     lead = [*beginning(tokenizer), *tokenizer.encode(INTRODUCTION, add_special_tokens=False), *separator]
     documents = tokenized(tokenizer, texts, most_tokens=most_tokens)
-    if len(documents) < 2 or any(occurrences(one, separator) for one in documents):
-        raise ValueError(f"at least two documents are needed, and none may contain {SEPARATOR!r}")
+    check_count(documents)
+    if any(occurrences(one, separator) for one in documents):
+        raise ValueError(_COUNTED)
     prompts = [
         torch.tensor([*lead, *_joined(order, separator), *tokenizer.encode(question, add_special_tokens=False)])
         for order, question in _asked(documents, questions, orders)
@@ -106,8 +107,19 @@ def measure(
     return result
 
 
+_COUNTED = f"at least two documents are needed, and none may contain {SEPARATOR!r}"
+
+
+def check_count(documents: Sequence[object]) -> None:
+    """Raise ValueError for too few."""
+    if len(documents) < 2:
+        raise ValueError(_COUNTED)
+
+
 def check_own(out: Path) -> None:
     """Check that files in `out` were made by an earlier demo, before they are overwritten. Raises ValueError."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} exists and is no directory; name another")
     there = [out / name for name in ("blend.yaml", "blend.json", "blend.png") if os.path.lexists(out / name)]
     try:
         own = all(path.is_file() for path in there)

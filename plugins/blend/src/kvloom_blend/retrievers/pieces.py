@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
 from kvloom import Segment
 
 from .passages import Passage, PassageRetriever
+
+_MOST_ROUNDS = 8
+"""Questions about one prompt at most. In a text that repeats itself a known piece may begin at every token."""
 
 
 class PieceRetriever(PassageRetriever):
@@ -38,12 +41,30 @@ class PieceRetriever(PassageRetriever):
     def _found(
         self, tokens: torch.Tensor, reached: int, boundaries: Sequence[int] | None, salt: str | None
     ) -> list[Segment]:
-        wanted = [self.segments(tokens, at, salt=salt) for at in self.candidates(tokens, reached, salt)]
-        there = iter(self.engine.find([one for piece in wanted for one in piece]).tolist() if wanted else [])
-        found: list[Segment] = []
-        for piece in wanted:
-            came = [next(there) for _ in piece]
-            if piece[0].start >= reached and all(came):
-                found += piece
-                reached = piece[-1].end
-        return found
+        """Asks about pieces that lie beside each other; only where one is gone, about those that overlap it."""
+        candidates = self.candidates(tokens, reached, salt)
+        found: dict[Passage, list[Segment]] = {}
+        gone: set[Passage] = set()
+        for _ in range(_MOST_ROUNDS):
+            asked = [at for at in _beside_each_other(candidates, reached, gone) if at not in found]
+            if not asked:
+                break
+            wanted = [self.segments(tokens, at, salt=salt) for at in asked]
+            there = iter(self.engine.find([one for piece in wanted for one in piece]).tolist())
+            for at, piece in zip(asked, wanted, strict=True):
+                came = [next(there) for _ in piece]
+                if all(came):
+                    found[at] = piece
+                else:
+                    gone.add(at)
+        return [one for at in _beside_each_other(sorted(found), reached) for one in found[at]]
+
+
+def _beside_each_other(passages: Iterable[Passage], reached: int, without: Collection[Passage] = ()) -> list[Passage]:
+    """From left to right, each that begins where the one before it ends, or behind that. passages: by their starts."""
+    chosen = []
+    for at in passages:
+        if at.start >= reached and at not in without:
+            chosen.append(at)
+            reached = at.end
+    return chosen

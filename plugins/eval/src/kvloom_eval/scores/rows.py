@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvloom import KVLoomError
 
 Row = Mapping[str, Any]
+
+
+_MOST_HEADER_BYTES = 1 << 20
+
+
+def check(file: Path, about: Mapping[str, Any]) -> None:
+    """Raise KVLoomError if a file has rows of another run, as far as `about` says; all else is left to `Rows`."""
+    try:
+        with file.open("rb") as lines:
+            theirs = dict(json.loads(lines.readline(_MOST_HEADER_BYTES))["about"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return
+    _check_same(file, theirs, about, about)
+
+
+def _check_same(file: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any], names: Iterable[str]) -> None:
+    for name in names:
+        if theirs.get(name) != ours.get(name):
+            raise KVLoomError(
+                f"{file} is of another run: {name} was {theirs.get(name)!r} and is {ours.get(name)!r}; name another "
+                "folder with --out"
+            )
 
 
 class Rows:
@@ -35,12 +57,7 @@ class Rows:
             raise KVLoomError(f"{file}: {error.strerror}; name another folder with --out") from None
         except (ValueError, KeyError, TypeError):
             raise KVLoomError(f"{file} is no file of rows; name another folder with --out") from None
-        for name in dict.fromkeys([*about, *theirs]):
-            if theirs.get(name) != about.get(name):
-                raise KVLoomError(
-                    f"{file} is of another run: {name} was {theirs.get(name)!r} and is {about.get(name)!r}; name "
-                    "another folder with --out"
-                )
+        _check_same(file, theirs, about, dict.fromkeys([*about, *theirs]))
         if lines[-1]:  # a row that was cut off
             file.write_text("\n".join(lines[:-1]) + "\n", encoding="utf-8")
 

@@ -134,13 +134,20 @@ def _verdict(quality: measuring.Quality, limits: Limits) -> Verdict:
     )  # fmt: skip
 
 
-def loaded(name: str, device: str) -> tuple[PreTrainedModel, Any]:
-    """A model and its tokenizer, from a path or a hub. Raises OSError or ValueError, as transformers does."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def loaded(name: str, device: str) -> tuple[Callable[[], PreTrainedModel], Any, Any]:
+    """A function that loads a model from a path or a hub, and its tokenizer and configuration, which are small.
+
+    Raises OSError or ValueError, as transformers does.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # of no such name, or not built into torch, or not there
         raise ValueError(f"--device: {device!r} cannot be used here: {str(error).splitlines()[0][:200]}") from None
-    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device).eval().requires_grad_(False)
-    return model, AutoTokenizer.from_pretrained(name)
+
+    def model() -> PreTrainedModel:
+        whole: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+        return whole.to(device).eval().requires_grad_(False)
+
+    return model, AutoTokenizer.from_pretrained(name), AutoConfig.from_pretrained(name)

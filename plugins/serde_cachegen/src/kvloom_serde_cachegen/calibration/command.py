@@ -155,8 +155,8 @@ def _calibrate(wanted: _Wanted) -> None:
     from kvloom_serde_cachegen.calibration.calibrating import calibrated, loaded, saved_per_token
 
     ours, theirs = text.read(wanted.files, tokens=wanted.tokens)
-    model, tokenizer = loaded(wanted.model, wanted.device)
-    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or _WINDOW_TOKENS
+    load, tokenizer, config = loaded(wanted.model, wanted.device)
+    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or _WINDOW_TOKENS
     length = min(_WINDOW_TOKENS, longest, wanted.tokens)
     windows = text.windows(tokenizer, ours, length=length, count=wanted.tokens // length)
     if not len(windows):
@@ -167,6 +167,7 @@ def _calibrate(wanted: _Wanted) -> None:
             f"the last fifths of the files have {len(held_out)} pieces of {held_out.shape[1]} tokens; to judge by them "
             f"takes {_FEWEST_WINDOWS}: give --text more"
         )
+    model = load()
     with _progress(f"calibrating {wanted.name}", len(windows)) as step:
         profile, spec = calibrated(model, windows, name=wanted.name, klt=wanted.klt, step=step)
     profile.save(wanted.out)
