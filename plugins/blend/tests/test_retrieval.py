@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,18 @@ import torch
 from blend_models import ALL, DISK, NONE, PROMPT, QUESTION, SEPARATOR, TEXTS, config, joined, model, valid, whole
 
 from kvloom import BackendError
-from kvloom_blend import blended
+from kvloom_blend import BlendedModel, blended
 from kvloom_blend.retrievers.load_task import LoadTask
 from kvloom_connector_transformers import spec_of
 
 KNOWN: list[tuple[int, ...]] = [(), (0,), (3,), (1, 2), (0, 2), (0, 1, 2, 3)]
 KNOWN_TO = [
-    pytest.param(executor, known, marks=[pytest.mark.slow] if executor != "cacheblend" and len(known) % 2 else [])
-    for executor in ("full", "none", "cacheblend", "epic", "hybrid", "question_attention")
-    for known in KNOWN
+    *(("cacheblend", known) for known in KNOWN),
+    *(
+        pytest.param(executor, known, marks=[] if known == (0, 2) else [pytest.mark.slow])
+        for executor in ("full", "none", "epic", "hybrid", "question_attention")
+        for known in ((), (0, 2), (0, 1, 2, 3))
+    ),
 ]
 
 
@@ -41,6 +45,15 @@ def test_whatever_is_known_of_a_prompt(executor: str, known: tuple[int, ...]) ->
         assert torch.allclose(done.logits[0], whole(model(), PROMPT), atol=1e-4)
 
 
+@pytest.fixture(scope="module", params=["none", "cacheblend", "hybrid"])
+def knowing(request: pytest.FixtureRequest) -> Iterator[BlendedModel]:
+    """All texts are remembered; nothing else is to be."""
+    with blended(model(), config({"executor": request.param})) as it:
+        for one in TEXTS:
+            it.remember(one)
+        yield it
+
+
 @pytest.mark.parametrize(
     "prompt",
     [
@@ -50,18 +63,14 @@ def test_whatever_is_known_of_a_prompt(executor: str, known: tuple[int, ...]) ->
     ],
     ids=["a text", "and no more", "a separator", "one token", "separators", "edges", "a text twice", "nearly a text"],
 )  # fmt: skip
-@pytest.mark.parametrize("executor", ["none", "cacheblend", "hybrid"])
-def test_odd_prompts(executor: str, prompt: torch.Tensor) -> None:
-    with blended(model(), config({"executor": executor})) as it:
-        for one in TEXTS:
-            it.remember(one)
-        done = it.prefill(prompt, store=False)
-        assert done.logits[0].shape == (1, 500) and done.logits[0].isfinite().all()
-        assert done.caches[0].get_seq_length() == len(prompt)
-        if done.blended_tokens == 0:
-            assert torch.allclose(done.logits[0], whole(model(), prompt), atol=1e-4)
-        output = it.generate(prompt, max_new_tokens=2, do_sample=False, store=False)
-        assert output.shape == (1, len(prompt) + 2)
+def test_odd_prompts(knowing: BlendedModel, prompt: torch.Tensor) -> None:
+    done = knowing.prefill(prompt, store=False)
+    assert done.logits[0].shape == (1, 500) and done.logits[0].isfinite().all()
+    assert done.caches[0].get_seq_length() == len(prompt)
+    if done.blended_tokens == 0:
+        assert torch.allclose(done.logits[0], whole(model(), prompt), atol=1e-4)
+    output = knowing.generate(prompt, max_new_tokens=2, do_sample=False, store=False)
+    assert output.shape == (1, len(prompt) + 2)
 
 
 @pytest.mark.parametrize("serializer", ["raw", {"type": "cachegen", "mode": "lossless"}, "cachegen"], ids=str)

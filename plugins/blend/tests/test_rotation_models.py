@@ -12,6 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvloom_blend.rotation import Rotation, Rotations, gate, rotations_of
+from kvloom_blend.rotation.gate import check
+from kvloom_blend.rotation.models import unwrapped
+from kvloom_blend.rotation.probe import Probe, probe
 
 T = pytest.importorskip("transformers", reason="models are those of transformers")
 
@@ -88,6 +91,7 @@ def model_of(name: str, dtype: torch.dtype = torch.float32) -> Any:
     return kind.from_config(MODELS[name]()).to(dtype).eval()
 
 
+@cache
 def found(name: str, dtype: torch.dtype = torch.float32) -> Rotations:
     return rotations_of(model_of(name, dtype), max_length=4096 if name in LIMITED else None)
 
@@ -188,16 +192,16 @@ def changed(rotation: Rotation | None, **how: Any) -> Rotation:
     return Rotation(how.pop("inv_freq", rotation.inv_freq), **{**own, **how})
 
 
-def passes(what: str, model: Any, rotations: Rotations) -> None:
+def passes(what: str, seen: Probe, rotations: Rotations) -> None:
     """For the test's report: which of them did."""
-    gate(model, rotations)
+    check(seen, rotations)
     pytest.fail(what)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "yarn", "glm", "gemma3", "deepseek_v3", "qwen2_vl"])
 def test_the_gate_notices_frequencies_and_layouts_that_are_not_the_models(name: str, dtype: torch.dtype) -> None:
-    model, rotations = model_of(name, dtype), found(name, dtype)
+    rotations, seen = found(name, dtype), probe(*unwrapped(model_of(name, dtype)))
     rotation = rotations[2]
     assert rotation is not None
     fast = torch.ones(rotation.pairs)
@@ -221,7 +225,7 @@ def test_the_gate_notices_frequencies_and_layouts_that_are_not_the_models(name: 
         layers = list(rotations)
         layers[2] = instead
         with pytest.raises(ValueError, match=r"^layer 2: "):
-            passes(what, model, Rotations(layers))
+            passes(what, seen, Rotations(layers))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

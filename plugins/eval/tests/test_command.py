@@ -46,10 +46,16 @@ def able(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are drawn in one test: each takes a second."""
+    draw_none(monkeypatch)
+
+
+def draw_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "draw_codecs", lambda results, file: None)
     monkeypatch.setattr(report, "draw_blending", lambda results, file: None)
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_what_a_model_cannot_do_is_left_out_with_the_reason(folder: Path, tmp_path: Path) -> None:
     result = small(folder, tmp_path, "--tasks", "key-value,recall", "--codec", "int8", "--json")
     made = json.loads(result.stdout)["codecs"]
@@ -62,7 +68,7 @@ def test_what_a_model_cannot_do_is_left_out_with_the_reason(folder: Path, tmp_pa
 
 
 @pytest.mark.usefixtures("able")
-def test_codecs_and_executors_are_measured_once(folder: Path, tmp_path: Path) -> None:
+def test_codecs_and_executors_are_measured_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("--tasks", "multi-needle,recall,text", "--codec", "int8,small", "--blend", "none,epic/0.2", "--json")
     result = small(folder, tmp_path, *words)
     assert result.exit_code == 0, result.exception or result.output
@@ -77,6 +83,8 @@ def test_codecs_and_executors_are_measured_once(folder: Path, tmp_path: Path) ->
     assert set(scores["int8"]["tasks"]) == {"multi-needle/600", "recall/600"}
     assert set(blended["none"]["tasks"]) == {"multi-needle/600"} and blended["none"]["seconds"] > 0
     rows = (tmp_path / "rows.jsonl").read_bytes()
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("codecs.png", "blending.png"))
+    draw_none(monkeypatch)
     again = small(folder, tmp_path, *words)
     assert again.exit_code == 0 and (tmp_path / "rows.jsonl").read_bytes() == rows
     assert json.loads(again.stdout) == made
@@ -144,6 +152,7 @@ def test_a_blended_item_that_was_cut_off_is_made_whole(folder: Path, tmp_path: P
         assert [each["items"] for each in again["tasks"]] == [2]
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_the_progress_bar_is_full_at_the_end(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, totals = [], []
 
@@ -180,6 +189,7 @@ def test_mistakes_are_told_before_a_model_is_loaded(tmp_path: Path, monkeypatch:
     assert "rows.jsonl exists" in refused("m", "--codec", "int8", "--out", tmp_path)
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_what_cannot_be_measured_is_refused(folder: Path, tmp_path: Path) -> None:
     assert "no chat template" in refused(folder, "--out", tmp_path)
     assert "the model takes 1,024; give at most 768" in refused(folder, "--plain", "--context", 900, "--out", tmp_path)

@@ -135,9 +135,9 @@ class ConnectorConformance(LayerRequirements, SharingRequirements, DeviceRequire
             for segment, chunk in zip(segments, whole, strict=True):
                 it.write([segment], [chunk], one_by_one)
             assert same(together_.kv(), one_by_one.kv()), "write"
-        for sizes in ((1,) * 300, (1100, 700)):
-            large, target = (it.engine(seed=seed, num_tokens=1800 * it.page_tokens) for seed in (1, 2))
-            segments = it.segments(*sizes, gap=len(sizes) == 300)
+        for sizes, gap, pages in (((1,) * 300, 1, 600), ((1100, 700), 0, 1800)):
+            large, target = (it.engine(seed=seed, num_tokens=pages * it.page_tokens) for seed in (1, 2))
+            segments = it.segments(*sizes, gap=gap)
             kv, expected = large.kv(), target.kv()
             for segment in segments:
                 it.part(expected, segment).copy_(it.part(kv, segment))

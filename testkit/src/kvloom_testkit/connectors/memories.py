@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -154,11 +155,13 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and torch.equal(raw(one), raw(other))
 
 
+@lru_cache(maxsize=16)
+def _bytes(count: int, seed: int) -> torch.Tensor:
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
 def filled(kv: torch.Tensor, seed: int | None) -> torch.Tensor:
     """Like `kv`, of any bits; without a seed, of one byte everywhere."""
     count = kv.numel() * kv.element_size()
-    if seed is None:
-        flat = torch.full((count,), 0x11, dtype=torch.uint8)
-    else:
-        flat = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    flat = torch.full((count,), 0x11, dtype=torch.uint8) if seed is None else _bytes(count, seed).clone()
     return flat.view(kv.dtype).view(kv.shape)

@@ -41,8 +41,8 @@ class SimulatedDevice:
         """The probability that a call finds some more work done."""
         self._pageable = pageable
         self._holds = holds
-        self._memory: list[torch.Tensor] = []
-        """Of `empty`, as long as it is somebody's."""
+        self._memory: list[tuple[int, int, torch.Tensor]] = []
+        """Of `empty`, as long as it is somebody's: its first address, the one after its last, and the memory."""
         self._lock = threading.RLock() if beside is None else beside._lock
         self._streams: list[_Stream] = [] if beside is None else beside._streams
         self._currents = threading.local()
@@ -92,7 +92,7 @@ class SimulatedDevice:
         stream.add(lambda: memory.fill_(left))  # by who had it before, and is not done with it
         given = memory.numpy()[:]  # a tensor of it, and its views, have a storage of their own, whose end shows
         with self._lock:
-            self._memory.append(memory)
+            self._memory.append((memory.data_ptr(), memory.data_ptr() + memory.numel(), memory))
         self.allocations, self.used = self.allocations + 1, True
         # By weak references: its owner may be what keeps this device, and would never go.
         weakref.finalize(given, _give_back, weakref.ref(self), memory, weakref.ref(stream)).atexit = False
@@ -114,11 +114,12 @@ class SimulatedDevice:
 
     def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         kept, staged = False, False
-        for memory in (to, source):
-            if self._own(memory) is None and self._pageable(memory):
+        own_to, own_source = self._own(to), self._own(source)
+        for memory, own in ((to, own_to), (source, own_source)):
+            if own is None and self._pageable(memory):
                 kept, staged = self._random.choice(((True, False), (False, memory is source), (False, False)))
-        into, taken = self._unowned(to), source.clone() if staged else self._unowned(source)
-        self.bus_bytes += to.nbytes if (self._own(to) is None) != (self._own(source) is None) else 0
+        into, taken = _unowned(to, own_to), source.clone() if staged else _unowned(source, own_source)
+        self.bus_bytes += to.nbytes if (own_to is None) != (own_source is None) else 0
         self.current().add(lambda: into.copy_(taken))
         if kept:
             self.current().synchronize()
@@ -140,21 +141,15 @@ class SimulatedDevice:
         """The memory of `empty` that it is part of."""
         at = memory.data_ptr()
         with self._lock:
-            return next((own for own in self._memory if own.data_ptr() <= at < own.data_ptr() + own.numel()), None)
-
-    def _unowned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory; if it is the device's, a copy of it does not keep it from being given back."""
-        own = self._own(tensor)
-        offset = 0 if own is None else tensor.data_ptr() - own.data_ptr()
-        if own is None or offset % tensor.element_size():
-            return tensor
-        storage, size = own.untyped_storage(), tensor.element_size()
-        return torch.empty(0, dtype=tensor.dtype).set_(storage, offset // size, tensor.shape, tensor.stride())
+            for first, end, own in self._memory:
+                if first <= at < end:
+                    return own
+        return None
 
     def _given_back(self, memory: torch.Tensor, stream: _Stream) -> None:
         """Somebody else uses it, on the stream on which it was taken."""
         with self._lock:
-            self._memory = [own for own in self._memory if own is not memory]
+            self._memory = [one for one in self._memory if one[2] is not memory]
             stream.work.append(lambda: memory.fill_(0xD5))
 
     def settle(self) -> None:
@@ -178,10 +173,19 @@ class SimulatedDevice:
 
     def _step(self) -> bool:
         """Do the next piece of one stream; False if no stream can go on."""
-        able = [stream for stream in self._streams if stream.able]
+        able = [stream for stream in self._streams if stream.work and stream.able]
         if able:
             self._random.choices(able, [stream.pace for stream in able])[0].go_on()
         return bool(able)
+
+
+def _unowned(tensor: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
+    """The same memory; if it is the device's, `own`, a copy of it does not keep it from being given back."""
+    offset = 0 if own is None else tensor.data_ptr() - own.data_ptr()
+    if own is None or offset % tensor.element_size():
+        return tensor
+    storage, size = own.untyped_storage(), tensor.element_size()
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, offset // size, tensor.shape, tensor.stride())
 
 
 @contextmanager

@@ -84,12 +84,10 @@ def _log(kl: float) -> float:
 
 def draw_chart(result: Result, path: Path) -> None:
     """KL against ratio, a line for each executor. ImportError without matplotlib."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
     for word, points in curves(result).items():
         style = {"color": "#9aa5b1", "linestyle": "--"} if word == "random" else {}
         ratios, kl = zip(*points, strict=True)
@@ -103,4 +101,3 @@ def draw_chart(result: Result, path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=144)
-    pyplot.close(figure)

@@ -16,7 +16,11 @@ def gate(model: nn.Module, rotations: Rotations) -> None:
     so that everything between its rope and the stored KV is part of the test.
     """
     model, decoder = unwrapped(model)
-    found = probe(model, decoder, longest=rotations.max_length)
+    check(probe(model, decoder, longest=rotations.max_length), rotations)
+
+
+def check(found: Probe, rotations: Rotations) -> None:
+    """`gate`, of K that was computed before."""
     if len(rotations) != len(found.layers):
         raise ValueError(f"rotations: of {len(rotations)} layers; the model keeps KV of {len(found.layers)}")
     for number, (layer, rotation) in enumerate(zip(found.layers, rotations, strict=True)):

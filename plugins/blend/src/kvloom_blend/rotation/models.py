@@ -70,6 +70,11 @@ def rotations_of(model: nn.Module, *, max_length: int | None = None) -> Rotation
     refused without, unless they never do. ValueError, with the reason, for ALiBi, learned positions and whatever else
     is not a rotation of K.
     """
+    return probed(model, max_length=max_length)[0]
+
+
+def probed(model: nn.Module, *, max_length: int | None = None) -> tuple[Rotations, Probe]:
+    """As `rotations_of`, with K as it was seen."""
     model, decoder = unwrapped(model)
     _refuse(model, decoder)
     for rope_type, rope in _ropes(decoder):
@@ -79,7 +84,7 @@ def rotations_of(model: nn.Module, *, max_length: int | None = None) -> Rotation
     if not found.layers:
         raise ValueError(f"model: {type(model).__name__} keeps no KV")
     layers = [_detected(found, number, layer, frequencies) for number, layer in enumerate(found.layers)]
-    return Rotations(layers, max_length=max_length)
+    return Rotations(layers, max_length=max_length), found
 
 
 def unwrapped(model: Any) -> tuple[Any, Any]:

@@ -41,7 +41,7 @@ def blended(model: Any, config: str | Path | Mapping[str, Any] | EngineConfig) -
         raise ValueError("model: has no weights (device `meta`); load them first")
     engine = Engine.open(config, spec_of(model))
     try:
-        return BlendedModel(model, engine, owner=True)
+        return BlendedModel._of(model, engine)
     except BaseException:
         engine.close()
         raise
@@ -57,9 +57,19 @@ class BlendedModel:
     def __init__(self, model: Any, engine: Engine, *, owner: bool = False) -> None:
         """Use `blended`; or this, with an engine of one's own. owner: close the engine with it."""
         _check(engine.config)
-        assert engine.blending is not None
         if engine.spec != spec_of(model):
             raise ValueError("engine: was opened for the KV of another model, or of another state of this one")
+        self._begin(model, engine, owner=owner)
+
+    @classmethod
+    def _of(cls, model: Any, engine: Engine) -> BlendedModel:
+        """With an engine that was opened for just this state of the model: its weights are not read again."""
+        it = cls.__new__(cls)
+        it._begin(model, engine, owner=True)
+        return it
+
+    def _begin(self, model: Any, engine: Engine, *, owner: bool) -> None:
+        assert engine.blending is not None
         self.model = model
         self.engine = engine
         self.executor = engine.blending.executor

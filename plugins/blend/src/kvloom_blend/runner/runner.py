@@ -20,7 +20,9 @@ from kvloom_connector_transformers import transformers_model
 
 from ..executors import NoneExecutor
 from ..retrievers.load_task import LoadTask
-from ..rotation import Rotations, Turn, gate, rotations_of
+from ..rotation import Rotations, Turn
+from ..rotation.gate import check
+from ..rotation.models import probed
 from .attention import set_for, settle
 from .blend_pass import BlendCache, BlendPass, Plane, split_caches
 from .given import GivenTask, kv_of
@@ -75,8 +77,8 @@ class Runner:
         if any(DynamicCache(config=self.model.config).is_sliding):
             raise ValueError(f"model: {type(self.model).__name__} has layers with a window, which are not blended")
         self.spec = spec
-        self.rotations: Rotations = rotations_of(model)
-        gate(model, self.rotations)
+        self.rotations, seen = probed(model)
+        check(seen, self.rotations)
         self.heads = (spec.num_kv_heads, spec.head_size)
         self.device = next(self.model.parameters()).device
         self._layers = _decoder_layers(self.model, spec.num_layers)

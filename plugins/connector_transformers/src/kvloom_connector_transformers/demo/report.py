@@ -94,12 +94,10 @@ def parts(result: Mapping[str, Any]) -> dict[str, float]:
 
 def draw_chart(result: Mapping[str, Any], path: Path) -> None:
     """Two bars: the time to the first token without kvloom, and its parts with it. ImportError without matplotlib."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 2.6), layout="constrained")
+    figure = Figure(figsize=(8, 2.6), layout="constrained")
+    axes = figure.subplots()
     axes.barh(0, result["cold_seconds"] * 1e3, color="#9aa5b1", label="prefill, whole prompt")
     left, rest = 0.0, result["prompt_tokens"] - result["report"]["hit_tokens"]
     for (name, seconds), color in zip(parts(result).items(), ("#1d4d36", "#63b58a", "#c7cdd4", "#e6b54a"), strict=True):
@@ -114,7 +112,6 @@ def draw_chart(result: Mapping[str, Any], path: Path) -> None:
     figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=5)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 def _ms(seconds: float) -> str:

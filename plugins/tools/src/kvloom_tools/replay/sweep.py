@@ -274,13 +274,11 @@ def check_chart(path: Path, *, force: bool) -> None:
 
 def draw(found: Sequence[Run], path: Path) -> None:
     """Hit rate against capacity, or beside each other by tier if there is one run of each. Raises ConfigError."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     *tried, ceiling = found
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
     _curves(axes, tried) if tried[0].capacities and len(tried) > 1 else _bars(axes, tried)
     most = 100 * ceiling.result()["hit_rate"]
     axes.axhline(most, color="#9aa5b1", linestyle="--", label=f"{NO_LIMIT}: {most:.1f} %")
@@ -292,8 +290,6 @@ def draw(found: Sequence[Run], path: Path) -> None:
         figure.savefig(path, dpi=150)
     except OSError as error:
         raise ConfigError(str(path), f"cannot be written: {error.strerror}") from None
-    finally:
-        pyplot.close(figure)
 
 
 def _curves(axes: Any, tried: Sequence[Run]) -> None:
