@@ -234,11 +234,11 @@ def test_a_closed_engine_gives_the_memory_back(registry: Registry) -> None:
     with device.installed(), Engine.open(config_of({"type": "dict"}), SPEC, registry=registry) as engine:
         tokens, where = stored(engine, device, 4)
         load(engine, tokens, where)
-        (mine,) = [memory for memory in device._memory if memory.numel() == decoding.MOST_BYTES]
+        (mine,) = [memory for *_, memory in device._memory if memory.numel() == decoding.MOST_BYTES]
         del mine
         engine.close()
         gc.collect()
-        assert not any(memory.numel() == decoding.MOST_BYTES for memory in device._memory)
+        assert not any(memory.numel() == decoding.MOST_BYTES for *_, memory in device._memory)
 
 
 def test_a_memory_tier_wants_the_chunks_itself(registry: Registry) -> None:
