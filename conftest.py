@@ -9,9 +9,12 @@ import contextlib
 import copy
 import ctypes
 import gc
+import hashlib
 import json
 import os
 import resource
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -163,6 +166,29 @@ def short_path() -> Iterator[Path]:
     """A directory for sockets, whose paths have some 100 bytes at most; those below `tmp_path` may be longer."""
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp" if os.path.isdir("/tmp") else None) as short:
         yield Path(short)
+
+
+@pytest.fixture(scope="session")
+def for_a_processor(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Compile a CUDA source with the C++ compiler, to a library. It is kept until a file beside the source changes."""
+    cache = getattr(pytestconfig, "cache", None)
+    folder = tmp_path_factory.mktemp("emulated") if cache is None else cache.mkdir("emulated")
+
+    def build(source: Path, *options: str) -> Path:
+        compiler = shutil.which("c++") or pytest.skip("no C++ compiler to run the kernels on a processor with")
+        command = [compiler, "-std=c++17", "-fPIC", "-shared", *options, "-x", "c++"]
+        seen = hashlib.sha256(repr(command).encode())
+        seen.update(subprocess.run([compiler, "--version"], check=True, capture_output=True).stdout)
+        for path in sorted(source.parent.iterdir()):
+            seen.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+        built = folder / f"{source.stem}-{seen.hexdigest()[:32]}.so"
+        if not built.exists():
+            draft = built.with_suffix(f".{os.getpid()}")  # other workers may build the same
+            subprocess.run([*command, source, "-o", draft], check=True)
+            draft.rename(built)
+        return built
+
+    return build
 
 
 _FIRST = {

@@ -6,8 +6,6 @@ The kernel runs on a GPU where there is one, else as a loop.
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -216,13 +214,10 @@ def test_k_that_does_not_fit_is_refused() -> None:
 
 
 @pytest.fixture(scope="session")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> native.Kernels:
+def emulated(for_a_processor: Callable[..., Path]) -> native.Kernels:
     if (kernels := native.kernels()) is not None:
         return kernels
-    compiler = shutil.which("c++") or pytest.skip("no C++ compiler to run the kernel on a processor with")
-    built = tmp_path_factory.mktemp("emulated") / "libkvrotate_emulated.so"
-    options = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-fPIC", "-shared"]
-    subprocess.run([compiler, *options, "-x", "c++", CSRC / "rotate.cu", "-o", built], check=True)
+    built = for_a_processor(CSRC / "rotate.cu", "-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off")
     return native.Kernels(ctypes.CDLL(str(built)), "cpu")
 
 

@@ -35,13 +35,10 @@ few = settings(max_examples=60, deadline=None, suppress_health_check=list(Health
 
 
 @pytest.fixture(scope="session")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+def found(for_a_processor: Callable[..., Path]) -> Kernels:
     if (kernels := native.kernels()) is not None:
         return kernels
-    compiler = shutil.which("c++") or pytest.skip("no C++ compiler to run the kernel on a processor with")
-    built = tmp_path_factory.mktemp("emulated") / "libkvpaged_emulated.so"
-    options = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
-    subprocess.run([compiler, *options, "-x", "c++", CSRC / "paged.cu", "-o", built], check=True)
+    built = for_a_processor(CSRC / "paged.cu", "-O1", "-Wall", "-Wextra", "-Werror")
     return Kernels(ctypes.CDLL(str(built)), "cpu")
 
 

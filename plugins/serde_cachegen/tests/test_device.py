@@ -31,13 +31,10 @@ SOURCE = Path(__file__).parents[1] / "csrc" / "cuda.cu"
 
 
 @pytest.fixture(scope="session")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def codec(for_a_processor: Callable[..., Path]) -> ctypes.CDLL:
     if (kernels := device.library()) is not None:
         return kernels
-    compiler = shutil.which("c++") or pytest.skip("no C++ compiler to emulate the kernels with")
-    built = tmp_path_factory.mktemp("emulated") / "libkvz_emulated.so"
-    options = ["-std=c++17", "-Og", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno"]
-    subprocess.run([compiler, *options, "-x", "c++", SOURCE, "-o", built], check=True)
+    built = for_a_processor(SOURCE, "-Og", "-ffp-contract=off", "-fno-math-errno")
     return device.declared(ctypes.CDLL(str(built)))
 
 
