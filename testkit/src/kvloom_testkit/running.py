@@ -34,12 +34,12 @@ def leave_ci(environment: MutableMapping[str, str]) -> None:
         environment.pop(name, None)
 
 
-_setting = threading.Lock()
+_profile_lock = threading.Lock()
 
 
 def _set_profile(function: Callable[..., object] | None) -> None:
     """`sys.setprofile`, which Python 3.11 refuses while another thread is inside: audit hooks make it slow."""
-    with _setting:
+    with _profile_lock:
         sys.setprofile(function)
 
 

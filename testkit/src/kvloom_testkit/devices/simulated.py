@@ -42,7 +42,7 @@ class SimulatedDevice:
         self._pageable = pageable
         self._holds = holds
         self._memory: list[tuple[int, int, torch.Tensor]] = []
-        """Of `empty`, as long as it is somebody's: its first address, the one after its last, and the memory."""
+        """First address, address after the last, and the memory, of what `empty` gave and somebody still has."""
         self._lock = threading.RLock() if beside is None else beside._lock
         self._streams: list[_Stream] = [] if beside is None else beside._streams
         self._currents = threading.local()
