@@ -8,7 +8,7 @@ What has nothing to hit is compared with vLLM that has a prefix cache and nothin
     make bench-vllm
     python bench/vllm_ttft.py --rounds 5 --lengths 1024
     python bench/vllm_ttft.py --model path/to/SmolLM2-135M-Instruct --name smollm2
-    python bench/vllm_ttft.py --kind windows
+    python bench/vllm_ttft.py --kind windows --starts 3
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Server:
             **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
         }  # fmt: skip
+        folder.mkdir(exist_ok=True)
         self.log = (folder / f"{len(mode)}-{mode.split()[-1]}.log").open("w")
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--serve", mode, "--model", str(model), "--folder", str(folder)],
@@ -157,6 +158,9 @@ def measure(servers: dict[str, Server], length: int, rounds: int, chance: random
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument(
+        "--starts", type=int, default=1, help="of each engine; two of the same code differ by up to 10%%"
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4064, 4096, 8192])
     parser.add_argument("--serve")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder; otherwise a small random Llama is made")
@@ -182,35 +186,42 @@ def main() -> None:
                 make_model.make_hybrid(model, tokenizer=tokenizer)
             else:
                 make_model.make_kind(arguments.kind, model, tokenizer=tokenizer)
-        servers = {mode: Server(mode, model, folder) for mode in MODES}
-        try:
-            for mode, server in servers.items():
-                print(f"starting: {mode}", file=sys.stderr)
-                server.ask(prompt=prompt(chance, 200))
-                server.ask(prompt=prompt(chance, 200))
-            results = {}
-            for length in arguments.lengths:
-                if length + TAIL < longest_of(model):
-                    results[length] = measure(servers, length, arguments.rounds, chance)
-                    report(results, arguments.name or arguments.kind)
-        finally:
-            for server in servers.values():
-                server.close()
+        results: dict[int, dict[str, list[list[float]]]] = {}
+        for start in range(arguments.starts):
+            servers = {mode: Server(mode, model, folder / str(start)) for mode in MODES}
+            try:
+                for mode, server in servers.items():
+                    print(f"start {start + 1} of {arguments.starts}: {mode}", file=sys.stderr)
+                    server.ask(prompt=prompt(chance, 200))
+                    server.ask(prompt=prompt(chance, 200))
+                for length in arguments.lengths:
+                    if length + TAIL < longest_of(model):
+                        found = measure(servers, length, arguments.rounds, chance)
+                        for mode, seconds in found.items():
+                            results.setdefault(length, {}).setdefault(mode, []).append(seconds)
+            finally:
+                for server in servers.values():
+                    server.close()
+        report(results, arguments.name or arguments.kind)
 
 
-def report(results: dict[int, dict[str, list[float]]], name: str) -> None:
+def report(results: dict[int, dict[str, list[list[float]]]], name: str) -> None:
+    """Medians over all requests; where engines were started several times, the ratio of each start beside."""
     rows = Rows("_".join(["vllm_ttft", *([name] if name else [])]))
     for length, by_mode in results.items():
-        for mode, seconds in by_mode.items():
+        for mode, starts in by_mode.items():
             control = {COLD: COLD, COLD_CACHE: COLD, NOTHING: COLD_CACHE}.get(mode, CONTROL)
-            middle, limit = statistics.median(seconds), statistics.median(by_mode[control])
-            low, _, high = statistics.quantiles(seconds, n=4)
+            seconds, limits = ([one for start in some for one in start] for some in (starts, by_mode[control]))
+            low, middle, high = statistics.quantiles(seconds, n=4)
+            limit = statistics.median(limits)
+            medians = zip(map(statistics.median, starts), map(statistics.median, by_mode[control]), strict=True)
             rows.add(
                 f"{length} tokens: {mode}",
                 f"{middle * 1e3:.1f} ms ({low * 1e3:.1f} to {high * 1e3:.1f}, n={len(seconds)})",
                 f"{limit * 1e3:.1f} ms, {control}",
                 middle / limit,
-                seconds=[round(one, 5) for one in seconds],
+                by_start=[round(one / other, 3) for one, other in medians],
+                seconds=[[round(one, 5) for one in start] for start in starts],
             )
     rows.finish()
 
