@@ -14,6 +14,7 @@ import torch
 from halves_support import MEMORY, NOBODY, PROMPT, disk, one_chunks
 from vllm_fakes import FakeRequest
 
+from kvloom.tiers.stored.tier import StoredTier
 from kvloom_connector_vllm.scheduling.messages import Report
 from kvloom_connector_vllm.scheduling.plan import Scheduled
 from kvloom_connector_vllm.transfers import MemoryChanges
@@ -139,6 +140,31 @@ def test_a_save_that_does_not_end_is_given_up(pretended: Any, monkeypatch: pytes
     hanging.set()
     one.settle()
     assert one.matched(FakeRequest("c", PROMPT[:])) == 0, "nothing else has its name"
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_no_step_waits_for_a_store_that_is_slow(
+    pretended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: bool
+) -> None:
+    """A save that has to wait for room keeps what there was room for, and gives up the rest when its blocks go."""
+    monkeypatch.setattr("kvloom_connector_vllm.worker.FENCE_SECONDS", 60.0)
+    go_on, store = threading.Event(), StoredTier._store
+    if slow:
+        monkeypatch.setattr(StoredTier, "_store", lambda *given: (go_on.wait(60), store(*given))[1])
+    else:
+        monkeypatch.setattr("kvloom_connector_vllm.worker.STALL_SECONDS", 30.0)
+    one = pretended(tiers=[{"type": "memory", "capacity": "8KiB"}, disk(tmp_path) | {"deadline": "60s"}])
+    first, second = FakeRequest("a", PROMPT[:]), FakeRequest("b", [7] * 27)
+    one.scheduler.begin(first, NOBODY)
+    one.step([Scheduled("a", [range(8)], True, 0, 27)], lambda: one.compute(first, range(8), 0, 27))
+    one.scheduler.end("a")
+    one.scheduler.begin(second, NOBODY)
+    began = time.monotonic()
+    one.step([Scheduled("b", [range(8)], True, 0, 27)], lambda: one.compute(second, range(8), 0, 27))
+    assert time.monotonic() - began < 30
+    go_on.set()
+    one.settle()
+    assert one.serve(FakeRequest("c", PROMPT[:]), range(8, 16)) == (16 if slow else 24), "and it is right"
 
 
 def test_a_request_that_is_over_gets_no_kv(pretended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ class Background:
 
         With `MOST_TASKS` under way, or without a thread, it ends at once with nothing moved, and counts as dropped.
         """
-        task, streams = Task(self._runtime), CurrentStreams()
+        task, streams = Task(self._runtime, held_up=self._all_stall), CurrentStreams()
         num_tokens = tokens_of(segments)
 
         def dropped(reason: str) -> Task:
@@ -75,6 +75,10 @@ class Background:
             self._tasks.pop(task, None)
             return dropped("no thread")
         return task
+
+    def _all_stall(self) -> bool:
+        """Return whether every thread for saves waits for a tier or for room, so that nothing begins now."""
+        return sum(task.stalled for task in tuple(self._tasks)) >= self.workers.threads
 
     def after_fork_in_child(self, error: BaseException) -> None:
         """In a forked child: cancel everything, because the parent's threads do not exist here."""

@@ -68,8 +68,10 @@ class Storer:
                 todo = self.missing([segment for segment in left if segment.key in mine], context)
                 copied.update(self._copy_in(todo, shape, copy, context))
             left = [segment for segment in left if segment.key not in mine]
-            if left and not self._locks.wait([segment.key for segment in left], context.until):
-                break
+            if left:
+                context.stalls()
+                if not self._locks.wait([segment.key for segment in left], context.until):
+                    break
         return copied
 
     def missing(self, segments: Sequence[Segment], context: RequestContext) -> Todo:
@@ -96,6 +98,7 @@ class Storer:
         lacking = self._said(keys, asked)
         if not self.memory.keep and any(tiers and all(one.inquiry for one in tiers) for tiers in lacking):
             # It depends on the answers whether there is anything to be copied.
+            context.stalls()
             for tier, inquiry in asked:
                 inquiry.wait(context.patience(HURRIED_SHARE * tier.deadline))
             lacking = self._said(keys, asked)
@@ -163,7 +166,7 @@ class Storer:
                 fits += 1
             todo = todo[:fits]
         while todo:
-            batch = self._reserve(todo, shape, context.until)
+            batch = self._reserve(todo, shape, context)
             if not batch:
                 num_tokens = sum(segment.end - segment.start for segment, _ in todo)
                 self._events.emit(Event("dropped", tokens=num_tokens, chunks=len(todo), reason="no room in memory"))
@@ -190,6 +193,7 @@ class Storer:
             if not copied:
                 break
             context.progress()
+            context.stalls()  # the tiers' queues may be full, and room for more is waited for
             self.insert(now, chunks, batch, context, seconds=self._runtime.now() - began)
             done += [segment for segment, _ in now]
         return done
@@ -218,14 +222,15 @@ class Storer:
             nbytes = sum(chunk.nbytes for chunk in chunks)
             self._events.emit(Event("stored", self.memory.name, num_tokens, len(chunks), nbytes, seconds))
 
-    def _reserve(self, todo: Todo, shape: Shape, until: float) -> list[Reservation]:
+    def _reserve(self, todo: Todo, shape: Shape, context: RequestContext) -> list[Reservation]:
         """Memory for as many leading segments as there is room for now; for one, waiting if need be."""
         reservations: list[Reservation] = []
         for segment, _ in todo:
             nbytes = self._nbytes(segment, shape)
             reservation = self.memory.reserve(nbytes)
             if reservation is None and not reservations:
-                reservation = self.memory.reserve_by(nbytes, until)
+                context.stalls()
+                reservation = self.memory.reserve_by(nbytes, context.until, stopped=lambda: context.given_up)
             if reservation is None:
                 break
             reservations.append(reservation)

@@ -14,6 +14,9 @@ from kvloom.runtime import Runtime
 
 T = TypeVar("T")
 
+_POLL_SECONDS = 0.005
+"""Time after which who waits for a task that has not begun looks again: other tasks are not waited for by events."""
+
 
 class Cancellation:
     """Ends a load or save: once `cancel` has returned, nothing more is written to or read from the caller's KV."""
@@ -41,6 +44,9 @@ class Cancellation:
     def stop(self) -> None:
         """Stop before the next copy, without waiting for the one under way."""
         self._cancelled = True
+
+    def stalls(self) -> None:
+        """Note that it waits for something other than a copy, or has nothing left to copy."""
 
     def on_cancel(self, give_up: Callable[[], None]) -> None:
         """Have `give_up` called when this is cancelled; now, if it was already."""
@@ -98,11 +104,15 @@ class Task(Cancellation):
     caller's KV.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, *, held_up: Callable[[], bool] = lambda: False) -> None:
+        """held_up: asked whether it cannot begin before other tasks, which wait."""
         super().__init__(runtime)
         self._runtime = runtime
         self._changed = runtime.condition()
-        self._done = False
+        self._held_up = held_up
+        self._begun = self._done = False
+        self.stalled = False
+        """It waits for something other than a copy, or has nothing left to copy."""
         self._then: list[Callable[[], None]] = []
         self._mask: torch.Tensor | None = None
         self._error: BaseException | None = None
@@ -130,6 +140,19 @@ class Task(Cancellation):
         return self._done or self._wait(timeout)
 
     @shielded_waiting
+    def wait_for_copies(self, timeout: float) -> bool:
+        """Return whether it has copied what can be copied without waiting for a tier or for room, after at most
+        `timeout` seconds. Nothing is cancelled."""
+        until = self._runtime.now() + timeout
+        with self._changed:
+            while not (over := self._done or self.stalled or (not self._begun and self._held_up())):
+                left = until - self._runtime.now()
+                if left <= 0:
+                    break
+                self._changed.wait(left if self._begun else min(left, _POLL_SECONDS))
+        return over
+
+    @shielded_waiting
     def _wait(self, timeout: float) -> bool:
         until = self._runtime.now() + timeout
         with self._changed:
@@ -147,6 +170,15 @@ class Task(Cancellation):
         self._touching, self._changed = self._runtime.lock(), self._runtime.condition()
         self._give_up = None
         self.fail(error)
+
+    def touch(self, copy: Callable[[], None]) -> bool:
+        self.stalled = False
+        return super().touch(copy)
+
+    def stalls(self) -> None:
+        with self._changed:
+            self.stalled = True
+            self._changed.notify_all()
 
     @shielded
     def when_done(self, callback: Callable[[], None]) -> None:
@@ -173,6 +205,7 @@ class Task(Cancellation):
 
     def run(self, work: Callable[[Task], torch.Tensor]) -> None:
         """Do the work and keep its mask, or what it raised. Called once, by the engine."""
+        self._begun = True
         try:
             self._mask = work(self)
         except BaseException as error:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Event, Lock
+from time import monotonic
 from typing import Any
 
 from kvloom import ChunkKey, Engine, Segment, Task, one_line
@@ -34,7 +35,8 @@ class Transfer:
     """A load or save that was ordered, of one part of a group."""
 
     __slots__ = (
-        "_beginning", "cancelled", "cut_off", "failed", "layers", "move", "over", "part", "ready", "segments", "task"
+        "_beginning", "_begun", "cancelled", "cut_off", "failed", "layers", "move", "over", "part", "ready", "segments",
+        "task",
     )  # fmt: skip
 
     def __init__(self, move: Move, part: Part) -> None:
@@ -54,13 +56,20 @@ class Transfer:
         self.failed = False
         """It could not begin."""
         self._beginning = Lock()
+        self._begun = Event()
 
     def begin(self, start: Callable[[], Task]) -> Task | None:
         """Start it, unless it was cancelled."""
         with self._beginning:
             if not self.cancelled:
                 self.task = start()
+                self._begun.set()
             return self.task
+
+    def wait_for_copies(self, until: float) -> bool:
+        """Return whether this save has copied by `until` what it can without waiting for a tier or for room."""
+        begun = self._begun.wait(max(0.0, until - monotonic()))
+        return begun and (self.task is None or self.task.wait_for_copies(max(0.0, until - monotonic())))
 
     def cancel(self) -> None:
         """Once this has returned, it does not touch the engine's KV any more."""
@@ -76,6 +85,7 @@ class Transfer:
         if self.layers is not None:
             self.layers.end()
         self.over.set()
+        self._begun.set()
 
     def missing(self) -> set[int]:
         """The blocks of a load that is over that did not get their KV, if its request still wants it."""

@@ -30,7 +30,9 @@ IDLE_SECONDS = 0.005
 """Time that a step without computation waits for work under way. Otherwise the engine would spin, and keep the
 interpreter from the threads that load and save."""
 FENCE_SECONDS = 1.0
-"""Time that a step waits for saves that read blocks which it gives to another request; then they are cancelled."""
+"""Time that a step waits for copies of blocks which it gives to another request; then they are cancelled."""
+STALL_SECONDS = 0.02
+"""Time that it waits for saves which wait for a tier or for room, and would copy more of those blocks."""
 LATER_SECONDS = 0.05
 """Time after which a step's saves begin, unless a step needs their blocks or has nothing to do before."""
 COLLECT_SECONDS = 0.1
@@ -228,13 +230,13 @@ class Worker:
         """Once this has returned, these saves do not read the engine's KV any more."""
         if saves:
             self._need_saves()
-        until = time.monotonic() + FENCE_SECONDS
-        for save in (save for number in saves for save in self._saves.get(number, ())):
-            if not save.over.wait(max(0.0, until - time.monotonic())):
+        began = time.monotonic()
+        until = began + FENCE_SECONDS
+        for save in (save for number in saves for save in self._saves.get(number, ()) if not save.over.is_set()):
+            if not save.wait_for_copies(until):
+                log.warning("a save was cancelled: its blocks are needed, and were not copied in %s s", FENCE_SECONDS)
+            if not save.over.wait(max(0.0, began + STALL_SECONDS - time.monotonic())):
                 save.cancel()
-                log.warning(
-                    "a save was cancelled: its blocks are needed, and it was not done after %s s", FENCE_SECONDS
-                )
 
     def _wait_idly(self) -> None:
         """Wait up to `IDLE_SECONDS` for all loads of one request, or for a save if nothing loads."""
