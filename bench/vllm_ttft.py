@@ -130,7 +130,7 @@ def measure(servers: dict[str, Server], length: int, rounds: int, chance: random
     prefix = prompt(chance, length)
     known = [mode for mode in servers if mode not in (COLD, COLD_CACHE, NOTHING)]
     for mode in known:
-        until = time.monotonic() + 60  # a codec writes behind
+        until = time.monotonic() + 600  # a codec writes behind, and a processor may take 10 s for each prompt
         settled = {"settle": True, "forget": mode != CONTROL}
         servers[mode].ask(prompt=prefix, **settled)
         while servers[mode].ask(prompt=prefix + prompt(chance, TAIL), **settled)["cached"] < length // BLOCK * BLOCK:
