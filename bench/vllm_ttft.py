@@ -48,7 +48,7 @@ MODES = {
 class Server:
     """One engine in a process of its own."""
 
-    def __init__(self, mode: str, model: Path, folder: Path) -> None:
+    def __init__(self, mode: str, model: Path, folder: Path, dtype: str) -> None:
         self.mode = mode
         environment = {
             **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
@@ -57,7 +57,10 @@ class Server:
         folder.mkdir(exist_ok=True)
         self.log = (folder / f"{len(mode)}-{mode.split()[-1]}.log").open("w")
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", mode, "--model", str(model), "--folder", str(folder)],
+            [
+                sys.executable, __file__, "--serve", mode, "--model", str(model), "--folder", str(folder),
+                "--dtype", dtype,
+            ],
             env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
         )  # fmt: skip
 
@@ -80,7 +83,7 @@ def longest_of(model: Path) -> int:
     return min(8192 + 2 * BLOCK, json.loads((model / "config.json").read_text())["max_position_embeddings"])
 
 
-def serve(mode: str, model: Path, folder: Path) -> None:
+def serve(mode: str, model: Path, folder: Path, dtype: str) -> None:
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
@@ -102,7 +105,7 @@ def serve(mode: str, model: Path, folder: Path) -> None:
         more["kv_transfer_config"] = transfer
     longest = longest_of(model)
     llm = LLM(
-        model=str(model), dtype="bfloat16", enforce_eager=True, max_model_len=longest, max_num_seqs=4,
+        model=str(model), dtype=dtype, enforce_eager=True, max_model_len=longest, max_num_seqs=4,
         max_num_batched_tokens=longest, kv_cache_memory_bytes=512 << 20, distributed_executor_backend="uni",
         enable_prefix_caching=mode != COLD, seed=0, **more,
     )  # fmt: skip
@@ -164,12 +167,15 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4064, 4096, 8192])
     parser.add_argument("--serve")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder; otherwise a small random Llama is made")
-    parser.add_argument("--kind", default="", help="of the model that is made: windows, delta_nets, convolutions")
+    parser.add_argument(
+        "--kind", default="", help="of the model that is made: windows, gemma3, delta_nets, convolutions"
+    )
+    parser.add_argument("--dtype", default="bfloat16", help="float32 is faster on processors without AVX-512")
     parser.add_argument("--name", default="", help="the model's, in the name of the results; default: its kind")
     parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
     if arguments.serve:
-        serve(arguments.serve, arguments.model, arguments.folder)
+        serve(arguments.serve, arguments.model, arguments.folder, arguments.dtype)
         return
     sys.path.insert(0, str(ROOT / "plugins/connector_vllm/tests_vllm"))
     import make_model
@@ -184,11 +190,13 @@ def main() -> None:
             model, tokenizer = folder / arguments.kind, model
             if arguments.kind == "windows":
                 make_model.make_hybrid(model, tokenizer=tokenizer)
+            elif arguments.kind == "gemma3":
+                make_model.make_gemma3(model, tokenizer=tokenizer)
             else:
                 make_model.make_kind(arguments.kind, model, tokenizer=tokenizer)
         results: dict[int, dict[str, list[list[float]]]] = {}
         for start in range(arguments.starts):
-            servers = {mode: Server(mode, model, folder / str(start)) for mode in MODES}
+            servers = {mode: Server(mode, model, folder / str(start), arguments.dtype) for mode in MODES}
             try:
                 for mode, server in servers.items():
                     print(f"start {start + 1} of {arguments.starts}: {mode}", file=sys.stderr)

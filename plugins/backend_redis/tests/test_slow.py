@@ -195,7 +195,8 @@ def test_a_login_is_said_in_redis_words_and_its_refusal_told() -> None:
     assert heard == [packed(b"AUTH", b"me", b"pw"), packed(b"SELECT", b"3")]
     for reply, kind in ((b"-WRONGPASS no\r\n", ServerError), (b":1\r\n", Unreachable), (b"", Unreachable)):
         with listening(replying(reply)) as port:
-            config = RedisBackend.Config(url=f"redis://127.0.0.1:{port}", password="pw", connect_timeout=0.2)
+            seconds = 20.0 if reply else 0.2
+            config = RedisBackend.Config(url=f"redis://127.0.0.1:{port}", password="pw", connect_timeout=seconds)
             with pytest.raises(BackendError) as caught, Links(config, db=0).link(Endpoint("127.0.0.1", port)):
                 pass
             assert type(caught.value) is kind and "pw" not in str(caught.value)

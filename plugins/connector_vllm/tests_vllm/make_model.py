@@ -61,6 +61,22 @@ def make_hybrid(folder: Path, *, tokenizer: Path, window: int = 256) -> None:
     _make_once(folder, tokenizer, made)
 
 
+def make_gemma3(folder: Path, *, tokenizer: Path) -> None:
+    """A random model of the shape of Gemma 3 270M, but for its vocabulary: windows of 512 in five layers of six."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    def made() -> Any:
+        kinds = [*["sliding_attention"] * 5, "full_attention"] * 3
+        shape = {
+            **_SHAPE, "hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 4,
+            "num_key_value_heads": 1, "head_dim": 256, "max_position_embeddings": 32768, "initializer_range": 0.05,
+        }  # fmt: skip
+        config = Gemma3TextConfig(**shape, sliding_window=512, layer_types=kinds, query_pre_attn_scalar=256)
+        return Gemma3ForCausalLM(config)
+
+    _make_once(folder, tokenizer, made)
+
+
 def make_windowed(folder: Path, *, tokenizer: Path, window: int = 256) -> None:
     """A random Mistral whose layers all attend to a window; with the tokenizer of another model."""
     from transformers import MistralConfig, MistralForCausalLM
