@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,8 @@ def test_the_same_model_has_the_same_name_in_every_process(model: Path) -> None:
 
 @pytest.mark.parametrize("change", [
     "weights", "dtype", "block size", "layout", "heads", "layers", "cache dtype", "ranks", "rank", "version", "isa",
-    "hash", "quantization", "config", "salt", "adapter", "reset", "seed of dummies",
+    "hash", "quantization", "quantised layers", "config", "longest prompt", "salt", "adapter", "reset",
+    "seed of dummies",
 ])  # fmt: skip
 def test_what_may_not_be_shared_has_another_name(model: Path, change: str) -> None:
     config, known, more = vllm_config(str(model)), kv_cache_config(), {}
@@ -70,6 +72,13 @@ def test_what_may_not_be_shared_has_another_name(model: Path, change: str) -> No
         config.cache_config.prefix_caching_hash_algo = "sha256_cbor"
     elif change == "quantization":
         config.model_config.quantization = "awq"
+    elif change == "quantised layers":
+        config.model_config.quantization_config = {"ignore": ["qkv_proj"]}
+    elif change == "longest prompt":
+        config.model_config.hf_text_config = SimpleNamespace(rope_parameters={"rope_type": "longrope"})
+        config.model_config.max_model_len = 512
+        before = namespace(config, known, **more)
+        config.model_config.max_model_len = 2048
     elif change == "config":
         config.model_config.hf_config = SimpleNamespace(to_dict=lambda: {"layers": 3, "rope_scaling": 2})
     elif change == "salt":
@@ -90,6 +99,34 @@ def test_fields_that_change_nothing_do_not_count(model: Path) -> None:
     before = namespace(config)
     config.model_config.hf_config = SimpleNamespace(to_dict=lambda: {"layers": 3, "transformers_version": "9"})
     assert namespace(config) == before
+
+
+@pytest.mark.parametrize("rope", [None, {"rope_type": "yarn"}, {"full_attention": {"rope_type": "llama3"}}])
+def test_the_longest_prompt_does_not_count_if_no_token_depends_on_it(model: Path, rope: Any) -> None:
+    config = vllm_config(str(model))
+    config.model_config.hf_text_config = SimpleNamespace(rope_parameters=rope)
+    names = set()
+    for config.model_config.max_model_len in (512, 2048):
+        names.add(namespace(config))
+    assert len(names) == 1
+
+
+def test_what_a_model_changes_in_its_configuration_while_it_loads_does_not_count(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's scheduler does not see it if ranks are processes of their own. Overrides by the user count."""
+    read = SimpleNamespace(get_config=lambda source, *_, **__: SimpleNamespace(to_dict=lambda: {"from": source}))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.transformers_utils", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.transformers_utils.config", read)
+    config = vllm_config(str(model))
+    more = {"trust_remote_code": False, "code_revision": None, "config_format": "auto", "hf_overrides": {}}
+    vars(config.model_config).update(more)
+    before = namespace(config)
+    config.model_config.hf_config = SimpleNamespace(to_dict=lambda: {"attn_temperature_tuning": False})
+    assert namespace(config) == before
+    config.model_config.hf_overrides = {"rope_theta": 1}
+    assert namespace(config) != before
 
 
 def test_latent_kv_is_the_same_on_every_rank(model: Path) -> None:

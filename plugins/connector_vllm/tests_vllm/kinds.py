@@ -83,7 +83,10 @@ KINDS = (
     ),
     Kind("sliding windows in all layers (Mistral 7B v0.1)", models=(Model("windowed", "a tiny Mistral", WINDOWS),)),
     Kind(
-        "chunked local attention beside full attention (Llama 4)", models=(Model("local", "a tiny Llama 4", STATES),)
+        "chunked local attention beside full attention (Llama 4)",
+        models=(
+            Model("local", "a tiny Llama 4", STATES, {"with two ranks": "test_states.py::test_ranks_keep_their_parts"}),
+        ),
     ),
     Kind(
         "latents (MLA: DeepSeek-V2 and V3)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -29,6 +30,8 @@ class Background:
         """Threads for loads only, so that no load queues behind saves that wait for room."""
         self._events = events
         self._runtime = runtime
+        self._ended_at = -math.inf
+        """Time at which a task last ended."""
         self._tasks: dict[Task, bool] = {}
         """The tasks under way; True for one that prefetches, which `close` cancels."""
         self._waiting: dict[Task, Event] = {}
@@ -43,7 +46,7 @@ class Background:
 
         With `MOST_TASKS` under way, or without a thread, it ends at once with nothing moved, and counts as dropped.
         """
-        task, streams = Task(self._runtime, held_up=self._all_stall), CurrentStreams()
+        task, streams = Task(self._runtime, idle_since=self._idle_since), CurrentStreams()
         num_tokens = tokens_of(segments)
 
         def dropped(reason: str) -> Task:
@@ -66,6 +69,7 @@ class Background:
         def run() -> None:
             self._waiting.pop(task, None)
             task.run(on_streams)
+            self._ended_at = self._runtime.now()
             self._tasks.pop(task, None)
 
         try:
@@ -76,9 +80,12 @@ class Background:
             return dropped("no thread")
         return task
 
-    def _all_stall(self) -> bool:
-        """Return whether every thread for saves waits for a tier or for room, so that nothing begins now."""
-        return sum(task.stalled for task in tuple(self._tasks)) >= self.workers.threads
+    def _idle_since(self) -> float:
+        """Time at which a task was last made, or last began, copied or ended."""
+        tasks = tuple(self._tasks)
+        if any(task.copying for task in tasks):
+            return self._runtime.now()
+        return max(self._ended_at, *(task.moved_at for task in tasks), -math.inf)
 
     def after_fork_in_child(self, error: BaseException) -> None:
         """In a forked child: cancel everything, because the parent's threads do not exist here."""

@@ -68,10 +68,8 @@ class Storer:
                 todo = self.missing([segment for segment in left if segment.key in mine], context)
                 copied.update(self._copy_in(todo, shape, copy, context))
             left = [segment for segment in left if segment.key not in mine]
-            if left:
-                context.stalls()
-                if not self._locks.wait([segment.key for segment in left], context.until):
-                    break
+            if left and not self._locks.wait([segment.key for segment in left], context.until):
+                break
         return copied
 
     def missing(self, segments: Sequence[Segment], context: RequestContext) -> Todo:
@@ -98,7 +96,6 @@ class Storer:
         lacking = self._said(keys, asked)
         if not self.memory.keep and any(tiers and all(one.inquiry for one in tiers) for tiers in lacking):
             # It depends on the answers whether there is anything to be copied.
-            context.stalls()
             for tier, inquiry in asked:
                 inquiry.wait(context.patience(HURRIED_SHARE * tier.deadline))
             lacking = self._said(keys, asked)
@@ -193,7 +190,8 @@ class Storer:
             if not copied:
                 break
             context.progress()
-            context.stalls()  # the tiers' queues may be full, and room for more is waited for
+            if not todo:
+                context.copied()  # the tiers' queues may be full
             self.insert(now, chunks, batch, context, seconds=self._runtime.now() - began)
             done += [segment for segment, _ in now]
         return done
@@ -229,7 +227,6 @@ class Storer:
             nbytes = self._nbytes(segment, shape)
             reservation = self.memory.reserve(nbytes)
             if reservation is None and not reservations:
-                context.stalls()
                 reservation = self.memory.reserve_by(nbytes, context.until, stopped=lambda: context.given_up)
             if reservation is None:
                 break

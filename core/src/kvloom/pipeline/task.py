@@ -14,9 +14,6 @@ from kvloom.runtime import Runtime
 
 T = TypeVar("T")
 
-_POLL_SECONDS = 0.005
-"""Time after which who waits for a task that has not begun looks again: other tasks are not waited for by events."""
-
 
 class Cancellation:
     """Ends a load or save: once `cancel` has returned, nothing more is written to or read from the caller's KV."""
@@ -45,8 +42,8 @@ class Cancellation:
         """Stop before the next copy, without waiting for the one under way."""
         self._cancelled = True
 
-    def stalls(self) -> None:
-        """Note that it waits for something other than a copy, or has nothing left to copy."""
+    def copied(self) -> None:
+        """Note that it has copied all that it has to."""
 
     def on_cancel(self, give_up: Callable[[], None]) -> None:
         """Have `give_up` called when this is cancelled; now, if it was already."""
@@ -104,15 +101,16 @@ class Task(Cancellation):
     caller's KV.
     """
 
-    def __init__(self, runtime: Runtime, *, held_up: Callable[[], bool] = lambda: False) -> None:
-        """held_up: asked whether it cannot begin before other tasks, which wait."""
+    def __init__(self, runtime: Runtime, *, idle_since: Callable[[], float] = lambda: math.inf) -> None:
+        """idle_since: time at which a task of the same engine was last made, or last began, copied or ended."""
         super().__init__(runtime)
         self._runtime = runtime
         self._changed = runtime.condition()
-        self._held_up = held_up
-        self._begun = self._done = False
-        self.stalled = False
-        """It waits for something other than a copy, or has nothing left to copy."""
+        self._idle_since = idle_since
+        self._copied = self._done = False
+        self.copying = False
+        self.moved_at = runtime.now()
+        """Time at which it was made, or last began or copied."""
         self._then: list[Callable[[], None]] = []
         self._mask: torch.Tensor | None = None
         self._error: BaseException | None = None
@@ -140,17 +138,19 @@ class Task(Cancellation):
         return self._done or self._wait(timeout)
 
     @shielded_waiting
-    def wait_for_copies(self, timeout: float) -> bool:
-        """Return whether it has copied what can be copied without waiting for a tier or for room, after at most
-        `timeout` seconds. Nothing is cancelled."""
+    def wait_for_copies(self, timeout: float, *, patience: float) -> bool:
+        """Return whether it has copied all that it has to, after at most `timeout` seconds, and no longer than
+        `patience` seconds after any save of the engine went on: then they wait for a store or for room. Nothing is
+        cancelled."""
         until = self._runtime.now() + timeout
         with self._changed:
-            while not (over := self._done or self.stalled or (not self._begun and self._held_up())):
-                left = until - self._runtime.now()
+            while not (self._done or self._copied):
+                now = self._runtime.now()
+                left = min(until, self._idle_since() + patience) - now
                 if left <= 0:
-                    break
-                self._changed.wait(left if self._begun else min(left, _POLL_SECONDS))
-        return over
+                    return False
+                self._changed.wait(min(left, patience))
+        return True
 
     @shielded_waiting
     def _wait(self, timeout: float) -> bool:
@@ -172,12 +172,16 @@ class Task(Cancellation):
         self.fail(error)
 
     def touch(self, copy: Callable[[], None]) -> bool:
-        self.stalled = False
-        return super().touch(copy)
+        self.copying = True
+        try:
+            return super().touch(copy)
+        finally:
+            self.moved_at = self._runtime.now()
+            self.copying = False
 
-    def stalls(self) -> None:
+    def copied(self) -> None:
         with self._changed:
-            self.stalled = True
+            self._copied = True
             self._changed.notify_all()
 
     @shielded
@@ -205,7 +209,7 @@ class Task(Cancellation):
 
     def run(self, work: Callable[[Task], torch.Tensor]) -> None:
         """Do the work and keep its mask, or what it raised. Called once, by the engine."""
-        self._begun = True
+        self.moved_at = self._runtime.now()
         try:
             self._mask = work(self)
         except BaseException as error:

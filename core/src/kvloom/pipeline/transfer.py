@@ -149,7 +149,7 @@ class Transfer:
         with record.going_on():
             check_where(self._connector, segments, where)
             context = self._context(stop, keys, record)
-            context.stalls = stop.stalls
+            context.copied = stop.copied
             copied = self._stack.storer.keep(segments, self._connector.shape, copy, context)
             record.served_tokens = tokens_of(segments)
         return torch.tensor([segment in copied for segment in segments], dtype=torch.bool)

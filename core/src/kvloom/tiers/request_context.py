@@ -43,8 +43,8 @@ class RequestContext:
         """Chunks must end up in the memory tier, so a mapped chunk of a store will not do."""
         self.device: torch.device | None = None
         """Chunks may be decoded in its memory, and are not wanted anywhere else."""
-        self.stalls: Callable[[], None] = lambda: None
-        """Called by a store before it waits for anything but a copy, or has nothing left to copy."""
+        self.copied: Callable[[], None] = lambda: None
+        """Called by a store that has copied all that it has to."""
         self._wake: Callable[[], None] | None = None
 
     def progress(self) -> None:

@@ -38,6 +38,9 @@ _STATES = ("mamba_type", "shapes", "dtypes", "num_heads", "block_size")
 _OFFLOADING = "for others use vLLM's OffloadingConnector with kvloom's spec (docs/use/vllm.md)"
 _BLOCK_IN_ONE_PIECE = {"LBHNC", "LBNHC", "BLHNC", "BLNHC"}
 _PLAIN_QUANTISATION = {"NONE", "FP8_PER_TENSOR"}
+_ROPES = {"default", "llama3", "linear", "yarn", "deepseek_yarn", "mrope", "proportional"}
+"""Rotations that depend on the model's configuration alone. LongRoPE, for example, has two, and takes the one for long
+prompts as soon as `max_model_len` allows them."""
 _BY_THE_WAY = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "use_cache"}
 
 
@@ -118,7 +121,7 @@ def identify_groups(
             "use --prefix-caching-hash-algo sha256 or sha256_cbor"
         )
     model = config.model_config
-    revision, quantised = revision_of(model, config), str(config.cache_config.cache_dtype)
+    revision = revision_of(model, config)
     draft = _draft_model(config)
     if draft is not None:
         revision += f", draft of {name_of(draft)}: {revision_of(draft, config)}"
@@ -135,6 +138,8 @@ def identify_groups(
             page_bytes = int(getattr(layer, "unpadded_page_size_bytes", layer.page_size_bytes))
         heads = _Heads.of(config, layer, shards)
         window = layer.sliding_window + getattr(layer, "extra_retained_tokens", 0) if _is(layer, _WINDOW) else 0
+        # For some layers vLLM changes `cache_dtype`, which with several ranks only their processes see.
+        quantised = str(getattr(layer, "cache_dtype_str", None) or config.cache_config.cache_dtype)
         span = layer.attention_chunk_size if _is(layer, _LOCAL) else 0
         spec = KVSpec(
             model=name_of(model),
@@ -391,18 +396,51 @@ def revision_of(model: Any, config: Any) -> str:
         commit = place.name if place is not None else getattr(model, "revision", None)
         weights = f"revision {commit}"
         log.warning("the weights of %s are not available: KV is identified by name and revision only", model.model)
-    fields = {key: value for key, value in _config_dict(model).items() if key not in _BY_THE_WAY}
-    about = f"config {digest_of(plain_json(fields))}, quantization {getattr(model, 'quantization', None)}"
-    return f"{weights}, {about}"
+    fields = {key: value for key, value in _config_dict(model, place).items() if key not in _BY_THE_WAY}
+    words = [weights, f"config {digest_of(plain_json(fields))}", f"quantization {getattr(model, 'quantization', None)}"]
+    quantised = getattr(model, "quantization_config", None)
+    if quantised is not None:
+        words.append(f"quantization_config {digest_of(plain_json(quantised))}")
+    if _depends_on_length(model):
+        words.append(f"max_model_len {model.max_model_len}")
+    return ", ".join(words)
+
+
+def _depends_on_length(model: Any) -> bool:
+    """Return whether vLLM may compute other KV for the same tokens if `max_model_len` is another."""
+    text = text_config(model)
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    kinds = [each for each in (rope, *rope.values()) if isinstance(each, Mapping)]
+    types = {each.get("rope_type", each.get("type", "default")) for each in kinds}
+    return bool(types - _ROPES) or hasattr(text, "attn_temperature_tuning")
 
 
 def text_config(model: Any) -> Any:
     return getattr(model, "hf_text_config", None) or getattr(model, "hf_config", None)
 
 
-def _config_dict(model: Any) -> Mapping[str, Any]:
+def _config_dict(model: Any, place: Path | None) -> Mapping[str, Any]:
+    """A model's configuration as its files have it: models change theirs while they load, which with several ranks only
+    the ranks' processes see. place: see `_local`."""
+    source = Path(getattr(model, "hf_config_path", None) or place or "")
+    if place is not None and source.exists():
+        try:
+            from vllm.transformers_utils.config import get_config
+
+            hf = get_config(
+                str(source), model.trust_remote_code, code_revision=model.code_revision,
+                config_format=model.config_format,
+            )  # fmt: skip
+            return {**hf.to_dict(), "overrides": _in_words(model.hf_overrides)}
+        except Exception as error:
+            log.debug("the configuration of %s cannot be read again: %s", model.model, one_line(error))
     hf = getattr(model, "hf_config", None)
     return hf.to_dict() if hasattr(hf, "to_dict") else {}
+
+
+def _in_words(overrides: Any) -> Any:
+    """JSON values that are the same in each process."""
+    return f"{overrides.__module__}.{overrides.__qualname__}" if callable(overrides) else plain_json(overrides)
 
 
 def digest_of(value: Any) -> str:

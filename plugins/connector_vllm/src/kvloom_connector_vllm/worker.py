@@ -31,8 +31,8 @@ IDLE_SECONDS = 0.005
 interpreter from the threads that load and save."""
 FENCE_SECONDS = 1.0
 """Time that a step waits for copies of blocks which it gives to another request; then they are cancelled."""
-STALL_SECONDS = 0.02
-"""Time that it waits for saves which wait for a tier or for room, and would copy more of those blocks."""
+STALL_SECONDS = 0.05
+"""Time after which it gives them up while no save goes on: then they wait for a store, or for room in memory."""
 LATER_SECONDS = 0.05
 """Time after which a step's saves begin, unless a step needs their blocks or has nothing to do before."""
 COLLECT_SECONDS = 0.1
@@ -82,6 +82,8 @@ class Worker:
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._failures = 0
+        self._told = False
+        """That KV was not saved in time."""
         self._idle = self._patient = False
         self._report = Report()
         self._counted: Mapping[Any, Any] = {}
@@ -230,12 +232,15 @@ class Worker:
         """Once this has returned, these saves do not read the engine's KV any more."""
         if saves:
             self._need_saves()
-        began = time.monotonic()
-        until = began + FENCE_SECONDS
-        for save in (save for number in saves for save in self._saves.get(number, ()) if not save.over.is_set()):
-            if not save.wait_for_copies(until):
-                log.warning("a save was cancelled: its blocks are needed, and were not copied in %s s", FENCE_SECONDS)
-            if not save.over.wait(max(0.0, began + STALL_SECONDS - time.monotonic())):
+        until = time.monotonic() + FENCE_SECONDS
+        for save in (save for number in saves for save in self._saves.get(number, ())):
+            if save.over.is_set() or save.cancelled:
+                continue
+            if not save.wait_for_copies(until, patience=STALL_SECONDS):
+                level = logging.DEBUG if self._told else logging.WARNING
+                log.log(level, "KV is not saved: its blocks are needed, and the tiers do not take it in time")
+                self._told = True
+            if not save.over.is_set():
                 save.cancel()
 
     def _wait_idly(self) -> None:

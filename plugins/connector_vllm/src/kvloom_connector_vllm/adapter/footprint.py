@@ -73,7 +73,7 @@ def _divided(model: str, file: str, dtype: str | None) -> tuple[Any, Any]:
     )  # fmt: skip
     config = EngineArgs(
         model, dtype=dtype or "auto", load_format="dummy", enforce_eager=True, skip_tokenizer_init=True,
-        kv_transfer_config=transfer,
+        kv_transfer_config=transfer, enable_prefix_caching=True, mamba_cache_mode="align",
     ).create_engine_config()  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(config):
         init_distributed_environment(1, 0, f"file://{folder}/rank", 0, "gloo")
@@ -81,6 +81,8 @@ def _divided(model: str, file: str, dtype: str | None) -> tuple[Any, Any]:
         with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
             initialize_model(config)
         current_platform.update_block_size_for_backend(config)
+        if config.model_config.is_attention_free:  # as with --block-size, which vLLM needs for such a model
+            config.cache_config.mamba_block_size = config.cache_config.block_size
         register_all_kvcache_specs(config)
         runner: Any = SimpleNamespace(vllm_config=config, shared_kv_cache_layers={})
         specs = GPUModelRunner.get_kv_cache_spec(runner)
