@@ -17,7 +17,7 @@ from vllm_fakes import FakeRequest
 from kvloom.tiers.stored.tier import StoredTier
 from kvloom_connector_vllm.scheduling.messages import Report
 from kvloom_connector_vllm.scheduling.plan import Scheduled
-from kvloom_connector_vllm.transfers import MemoryChanges
+from kvloom_connector_vllm.transfers import MemoryChanges, Transfer
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -162,6 +162,14 @@ def test_no_step_waits_for_a_store_that_is_slow(
     began = time.monotonic()
     one.step([Scheduled("b", [range(8)], True, 0, 27)], lambda: one.compute(second, range(8), 0, 27))
     assert time.monotonic() - began < 30
+    if slow:  # its save is still open
+        asked = []
+        monkeypatch.setattr(Transfer, "wait_for_copies", lambda save, *_, **__: asked.append(save.move.request) or True)
+        one.scheduler.end("b")
+        third = FakeRequest("d", [8] * 27)
+        one.scheduler.begin(third, NOBODY)
+        one.step([Scheduled("d", [range(8)], True, 0, 27)], lambda: one.compute(third, range(8), 0, 27))
+        assert asked == ["b"], "who was given up is not waited for again"
     go_on.set()
     one.settle()
     assert one.serve(FakeRequest("c", PROMPT[:]), range(8, 16)) == (16 if slow else 24), "and it is right"
