@@ -12,13 +12,18 @@ python=${1:-python3}
 [ $# -gt 0 ] && shift
 [ $# -gt 0 ] || set -- build test memcheck racecheck
 
-tests=no
+tests=no gpu=no
 for part in "$@"; do
-    case $part in test | memcheck | racecheck) tests=yes ;; esac
+    case $part in
+    test | memcheck | racecheck) tests=yes gpu=yes ;;
+    codec | paged) gpu=yes ;;
+    build) ;;
+    *) echo "no part $part: build, test, memcheck, racecheck, codec, paged" && exit 2 ;;
+    esac
 done
 
-"$python" - "$tests" <<'NEEDS'
-import importlib.util, sys
+"$python" - "$tests" "$gpu" <<'NEEDS'
+import importlib.util, shutil, sys
 
 needed = ("torch", "numpy")  # bench/bare.py stands in for the others
 if sys.argv[1] == "yes":
@@ -26,6 +31,14 @@ if sys.argv[1] == "yes":
 missing = [name for name in needed if importlib.util.find_spec(name) is None]
 if missing:
     sys.exit(f"{sys.executable} has no {', '.join(missing)}: install them, or unpack their wheels into a folder and name it in PYTHONPATH")
+absent = [name for name in ("nvcc", "g++") if shutil.which(name) is None]
+if absent:
+    sys.exit(f"{' and '.join(absent)} not found: install the CUDA toolkit and a compiler, and add them to PATH")
+if sys.argv[2] == "yes":
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit(f"torch {torch.__version__} finds no CUDA device: nothing was built. `make test` runs these kernels on a processor")
 NEEDS
 
 codec=plugins/serde_cachegen
@@ -92,6 +105,5 @@ for part in "$@"; do
         sanitized racecheck "writes_the_same or tiles or lossless or C02" ;;
     codec) "$python" bench/codec_gpu.py ;;
     paged) "$python" bench/paged_gpu.py ;;
-    *) echo "no part $part: build, test, memcheck, racecheck, codec, paged" && exit 2 ;;
     esac
 done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -10,12 +11,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 ROOT = Path(__file__).parents[1]
 
 
-def run(python: str | Path, *parts: str) -> subprocess.CompletedProcess[str]:
-    command = ["sh", "scripts/test_gpu.sh", str(python), *parts]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+def run(python: str | Path, *parts: str, path: str = os.environ["PATH"]) -> subprocess.CompletedProcess[str]:
+    command = [str(shutil.which("sh")), "scripts/test_gpu.sh", str(python), *parts]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True)
 
 
 def test_it_names_the_packages_that_are_missing(tmp_path: Path) -> None:
@@ -27,6 +31,19 @@ def test_it_names_the_packages_that_are_missing(tmp_path: Path) -> None:
     done = run(poor, "build", "test")
     assert done.returncode == 1 and "has no torch, numpy, pluggy, pydantic, yaml" in done.stderr, done.stderr
     assert "name it in PYTHONPATH" in done.stderr and not done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_it_builds_nothing(tmp_path: Path) -> None:
+    for name in ("nvcc", "g++"):
+        (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    done = run(sys.executable, "build", "codec", path=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.returncode == 1 and "finds no CUDA device: nothing was built" in done.stderr, done.stderr
+    for name in ("nvcc", "g++"):
+        (tmp_path / name).unlink()
+    done = run(sys.executable, "build", path=str(tmp_path))
+    assert done.returncode == 1 and "nvcc and g++ not found" in done.stderr, done.stderr
 
 
 def test_it_names_the_parts_that_there_are() -> None:

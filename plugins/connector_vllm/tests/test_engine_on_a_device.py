@@ -193,6 +193,30 @@ def drive_ranks(ranks: int, seed: int) -> list[SimulatedDevice]:
     return devices
 
 
+def test_no_memory_for_a_move_is_a_counted_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimulatedDevice(1)
+    with device.installed(), Engine.open(config_of([MEMORY], staging=4096), SPEC) as engine:
+        where = {"pages": tuple(torch.ones(8, ELEMENTS, dtype=SPEC.torch_dtype) for _ in range(LAYERS))}
+        where |= {"blocks": list(range(8))}
+        tokens = torch.arange(8 * BLOCK_TOKENS)
+        segments = engine.segments(tokens)
+
+        def full(self: SimulatedDevice, num_bytes: int) -> torch.Tensor:
+            raise torch.OutOfMemoryError(f"tried to allocate {num_bytes}")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(SimulatedDevice, "empty", full)
+            assert not engine.save(segments, **where).result(20).any()
+        assert engine.save(segments, **where).result(20).all()
+        with monkeypatch.context() as patch:
+            patch.setattr(SimulatedDevice, "empty", full)
+            assert not engine.load(segments, **where).result(20).any()
+            assert not engine.retrieve(tokens, **where).any()
+        assert engine.load(segments, **where).result(20).all()
+        counted = {name: totals.chunks for (name, _, reason), totals in engine.counters().items() if "device" in reason}
+        assert counted == {"dropped": len(segments), "missed": 2 * len(segments)}
+
+
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_each_rank_works_on_its_own_device(ranks: int) -> None:
     """And none on device 0, with which every thread begins."""

@@ -149,7 +149,7 @@ class Task(Cancellation):
                 left = min(until, self._idle_since() + patience) - now
                 if left <= 0:
                     return False
-                self._changed.wait(min(left, patience))
+                self._changed.wait(min(left, patience, 3600.0))
         return True
 
     @shielded_waiting

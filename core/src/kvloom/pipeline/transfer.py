@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from kvloom.bounded import one_line
 from kvloom.contracts.connector import Fence, GPUConnector
 from kvloom.contracts.observer import Event
 from kvloom.memory import intact
@@ -22,10 +24,14 @@ from kvloom.tiers.chain import Chain
 from kvloom.tiers.request_context import RequestContext
 from kvloom.types import Chunk, ChunkKey, MemoryFormat, Segment, tokens_of
 
+log = logging.getLogger(__name__)
+
 PIECE_BYTES = 256 << 20
 """The most that is copied at once, if it is more than one chunk: who cancels a move waits for what is under way."""
 CHANGED = "changed while it was read"
 """Miss reason of a chunk in a store's memory."""
+DEVICE_FAILED = "device failed"
+"""Reason of what was not moved, because the engine's device had no memory left for it."""
 
 Where = Mapping[str, Any]
 T = TypeVar("T")
@@ -83,7 +89,12 @@ class Transfer:
                 here = [segment for segment, _ in run]
                 if where is not None:
                     chunks = [loaded.chunk for _, loaded in run]
-                    if not stop.touch(partial(_copy, connector.write, here, chunks, where, record)):
+                    try:
+                        if not stop.touch(partial(_copy, connector.write, here, chunks, where, record)):
+                            break
+                    except torch.OutOfMemoryError as error:
+                        log.warning("chunks could not be loaded: %s", one_line(error))
+                        self._stack.loader.missed(here, DEVICE_FAILED)
                         break
                 lost = []
                 if any(loaded.lease.store for _, loaded in run):
@@ -144,7 +155,13 @@ class Transfer:
 
         def copy(some: Sequence[Segment], chunks: Sequence[Chunk]) -> bool:
             pieces = _in_pieces(list(zip(some, chunks, strict=True)), lambda pair: pair[1])
-            return all(stop.touch(partial(copy_piece, piece)) for piece in pieces)
+            try:
+                return all(stop.touch(partial(copy_piece, piece)) for piece in pieces)
+            except torch.OutOfMemoryError as error:
+                log.warning("chunks could not be saved: %s", one_line(error))
+                dropped = Event("dropped", tokens=tokens_of(some), chunks=len(some), reason=DEVICE_FAILED)
+                self._events.emit(dropped)
+                return False
 
         with record.going_on():
             check_where(self._connector, segments, where)
