@@ -33,5 +33,5 @@ def test_bytes_by_group_are_those_that_are_stored(
     assert refused == {"error": "chunk_tokens: 100 is no multiple of vLLM's block size, 128; write 128"}
 
 
-def test_a_model_of_states_alone_is_taken_as_a_server_takes_it_with_a_prefix_cache(of_kind: Callable[[str], Run]) -> None:
+def test_a_model_of_states_alone_is_taken_with_a_prefix_cache(of_kind: Callable[[str], Run]) -> None:
     assert [group["kind"] for group in of_kind("mamba2_alone").footprint()["groups"]] == ["states"]
