@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import random
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from kvloom import Engine, Task
 from kvloom.device import CurrentStreams
 from kvloom_connector_vllm.paged.blocks import VLLMConnector
-from kvloom_connector_vllm.paged.bounce import BounceBuffers, Queued
+from kvloom_connector_vllm.paged.bounce import BounceBuffers, Queued, _Way
 from kvloom_connector_vllm.paged.layers import LayerEvents
 from kvloom_testkit.devices.simulated import SimulatedDevice, host_of
 from kvloom_testkit.running import together
@@ -36,11 +36,15 @@ class OutOfMemory(Exception):
 class Model:
     """An engine of prompts, each with blocks of its own: what it computes follows from the tokens alone."""
 
-    def __init__(self, seed: int, engine: Engine, device: SimulatedDevice) -> None:
+    def __init__(
+        self, seed: int, engine: Engine, device: SimulatedDevice, *, pages: tuple[torch.Tensor, ...] | None = None,
+        blocks: Sequence[int] = range(BLOCKS), errors: bool = True,
+    ) -> None:  # fmt: skip
+        """pages: shared with other models, each of which has other blocks. errors: the device raises some."""
         self.chance, self.engine, self.device = random.Random(seed), engine, device
         self.compute = device.stream()
-        self.pages = tuple(torch.zeros(BLOCKS, ELEMENTS, dtype=SPEC.torch_dtype) for _ in range(LAYERS))
-        self.free = list(range(BLOCKS))
+        self.pages = pages or tuple(torch.zeros(BLOCKS, ELEMENTS, dtype=SPEC.torch_dtype) for _ in range(LAYERS))
+        self.free, self.errors = list(blocks), errors
         self.hits = self.by_layer = self.failures = 0
 
     def value(self, tokens: list[int], block: int) -> int:
@@ -100,7 +104,7 @@ class Model:
 
     def fail_soon(self) -> None:
         """In one move of eight, one of the first four copies raises, and all after it."""
-        if self.chance.random() < 0.125:
+        if self.errors and self.chance.random() < 0.125:
             real, left = self.device._copy, iter(range(self.chance.randint(0, 3)))
 
             def copy(to: torch.Tensor, source: torch.Tensor) -> None:
@@ -173,6 +177,47 @@ def config_of(tiers: list[dict[str, str]], staging: int = 4096) -> Mapping[str, 
         "chunk_tokens": BLOCK_TOKENS * CHUNK_BLOCKS,
         "tiers": tiers,
     }
+
+
+def drive_threads(seed: int) -> list[Model]:
+    """Four threads on one engine and one device, none of which waits for another: 8 requests each."""
+    device = SimulatedDevice(seed)
+    config = config_of([MEMORY], staging=1 << random.Random(seed).randint(8, 14))
+    with device.installed(), Engine.open(config, SPEC) as engine:
+        pages = tuple(torch.zeros(BLOCKS, ELEMENTS, dtype=SPEC.torch_dtype) for _ in range(LAYERS))
+        models = [
+            Model(4 * seed + n, engine, device, pages=pages, blocks=range(BLOCKS)[n::4], errors=False) for n in range(4)
+        ]
+
+        def run(model: Model) -> None:
+            for _ in range(8):
+                model.request()
+
+        together(*(partial(run, model) for model in models))
+        device.settle()
+    return models
+
+
+def test_threads_share_an_engine() -> None:
+    models = [model for seed in range(3) for model in drive_threads(seed)]
+    assert sum(model.hits for model in models) > 50 and sum(model.by_layer for model in models) > 5
+
+
+@pytest.mark.slow
+def test_threads_share_an_engine_in_many_orders() -> None:
+    for seed in range(3, 153):
+        drive_threads(seed)
+
+
+def test_moves_of_two_threads_that_are_queued_at_once_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = _Way.__init__
+
+    def made(self: _Way, *given: Any) -> None:
+        make(self, *given)
+        self._lock = contextlib.nullcontext()  # type: ignore[assignment]
+
+    monkeypatch.setattr(_Way, "__init__", made)
+    assert any(fails(seed, drive_threads) for seed in range(100))
 
 
 def drive_ranks(ranks: int, seed: int) -> list[SimulatedDevice]:
@@ -305,7 +350,7 @@ def test_a_planted_fault_is_found(plant: Callable[[pytest.MonkeyPatch], None], m
     assert any(fails(seed) for seed in range(200))
 
 
-def fails(seed: int) -> bool:
+def fails(seed: int, drive: Callable[[int], object] = drive) -> bool:
     try:
         drive(seed)
     except AssertionError:
