@@ -309,7 +309,7 @@ class Planted(NamedTuple):
 
 
 PLANTS: dict[Plant, Planted] = {
-    checksum_not_checked: Planted(("wrong bytes",), 5037),
+    checksum_not_checked: Planted(("wrong bytes",), 5052),
     eviction_of_a_leased_buffer: Planted(("wrong bytes", "memory reused"), 2000),
     lost_wake_up: Planted(("past deadline", "deadlock", "no progress"), 5000),
     double_free: Planted(("double free", "memory reused"), 10155),
