@@ -314,7 +314,7 @@ PLANTS: dict[Plant, Planted] = {
     lost_wake_up: Planted(("past deadline", "deadlock", "no progress"), 5000),
     double_free: Planted(("double free", "memory reused"), 10155),
     abandoned_memory_reused_at_once: Planted(("late write",), 5061),
-    late_write_resurrects: Planted(("resurrected", "served after removal"), 2031),
+    late_write_resurrects: Planted(("resurrected", "served after removal"), 2063),
     deadline_not_enforced: Planted(("past deadline", "deadlock"), 2000),
     deadline_for_each_call: Planted(("past deadline",), 10060),
     expired_is_served: Planted(("served expired",), 5042),

@@ -142,37 +142,38 @@ def test_a_save_that_does_not_end_is_given_up(pretended: Any, monkeypatch: pytes
     assert one.matched(FakeRequest("c", PROMPT[:])) == 0, "nothing else has its name"
 
 
-@pytest.mark.parametrize("slow", [False, True])
-def test_no_step_waits_for_a_store_that_is_slow(
-    pretended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: bool
+def test_a_step_waits_for_copies_and_not_for_a_store_that_is_slow(
+    pretended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A save that has to wait for room keeps what there was room for, and gives up the rest when its blocks go."""
-    monkeypatch.setattr("kvloom_connector_vllm.worker.FENCE_SECONDS", 60.0)
+    """The first request has room for its three chunks, the second for none: it is given up, once."""
     go_on, store = threading.Event(), StoredTier._store
-    if slow:
-        monkeypatch.setattr(StoredTier, "_store", lambda *given: (go_on.wait(60), store(*given))[1])
-    else:
-        monkeypatch.setattr("kvloom_connector_vllm.worker.STALL_SECONDS", 30.0)
-    one = pretended(tiers=[{"type": "memory", "capacity": "8KiB"}, disk(tmp_path) | {"deadline": "60s"}])
-    first, second = FakeRequest("a", PROMPT[:]), FakeRequest("b", [7] * 27)
-    one.scheduler.begin(first, NOBODY)
-    one.step([Scheduled("a", [range(8)], True, 0, 27)], lambda: one.compute(first, range(8), 0, 27))
-    one.scheduler.end("a")
-    one.scheduler.begin(second, NOBODY)
-    began = time.monotonic()
-    one.step([Scheduled("b", [range(8)], True, 0, 27)], lambda: one.compute(second, range(8), 0, 27))
-    assert time.monotonic() - began < 30
-    if slow:  # its save is still open
-        asked = []
-        monkeypatch.setattr(Transfer, "wait_for_copies", lambda save, *_, **__: asked.append(save.move.request) or True)
-        one.scheduler.end("b")
-        third = FakeRequest("d", [8] * 27)
-        one.scheduler.begin(third, NOBODY)
-        one.step([Scheduled("d", [range(8)], True, 0, 27)], lambda: one.compute(third, range(8), 0, 27))
-        assert asked == ["b"], "who was given up is not waited for again"
+    monkeypatch.setattr(StoredTier, "_store", lambda *given: (go_on.wait(60), store(*given))[1])
+    one = pretended(tiers=[{"type": "memory", "capacity": "12KiB"}, disk(tmp_path) | {"deadline": "600s"}])
+
+    def step(name: str, tokens: list[int]) -> float:
+        request = FakeRequest(name, tokens)
+        one.scheduler.begin(request, NOBODY)
+        began = time.monotonic()
+        one.step([Scheduled(name, [range(8)], True, 0, 27)], lambda: one.compute(request, range(8), 0, 27))
+        one.scheduler.end(name)
+        return time.monotonic() - began
+
+    monkeypatch.setattr("kvloom_connector_vllm.worker.FENCE_SECONDS", 60.0)
+    step("a", PROMPT[:])
+    assert step("b", [7] * 27) < 30, "its copies are made, its writes wait"
+    monkeypatch.setattr("kvloom_connector_vllm.worker.FENCE_SECONDS", 0.1)
+    step("c", [8] * 27)
+    asked = []
+    wait_for_copies = Transfer.wait_for_copies
+    monkeypatch.setattr(
+        Transfer, "wait_for_copies",
+        lambda save, until: (asked.append(save.move.request), wait_for_copies(save, until))[1],
+    )  # fmt: skip
+    step("d", [9] * 27)
+    assert "b" not in asked and "c" in asked, "who was given up is not waited for again"
     go_on.set()
     one.settle()
-    assert one.serve(FakeRequest("c", PROMPT[:]), range(8, 16)) == (16 if slow else 24), "and it is right"
+    assert one.serve(FakeRequest("e", PROMPT[:]), range(8, 16)) == 24, "and it is right"
 
 
 def test_a_request_that_is_over_gets_no_kv(pretended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

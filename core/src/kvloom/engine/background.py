@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -30,8 +29,6 @@ class Background:
         """Threads for loads only, so that no load queues behind saves that wait for room."""
         self._events = events
         self._runtime = runtime
-        self._ended_at = -math.inf
-        """Time at which a task last ended."""
         self._tasks: dict[Task, bool] = {}
         """The tasks under way; True for one that prefetches, which `close` cancels."""
         self._waiting: dict[Task, Event] = {}
@@ -46,7 +43,7 @@ class Background:
 
         With `MOST_TASKS` under way, or without a thread, it ends at once with nothing moved, and counts as dropped.
         """
-        task, streams = Task(self._runtime, idle_since=self._idle_since), CurrentStreams()
+        task, streams = Task(self._runtime), CurrentStreams()
         num_tokens = tokens_of(segments)
 
         def dropped(reason: str) -> Task:
@@ -69,7 +66,6 @@ class Background:
         def run() -> None:
             self._waiting.pop(task, None)
             task.run(on_streams)
-            self._ended_at = self._runtime.now()
             self._tasks.pop(task, None)
 
         try:
@@ -79,13 +75,6 @@ class Background:
             self._tasks.pop(task, None)
             return dropped("no thread")
         return task
-
-    def _idle_since(self) -> float:
-        """Time at which a task was last made, or last began, copied or ended."""
-        tasks = tuple(self._tasks)
-        if any(task.copying for task in tasks):
-            return self._runtime.now()
-        return max(self._ended_at, *(task.moved_at for task in tasks), -math.inf)
 
     def after_fork_in_child(self, error: BaseException) -> None:
         """In a forked child: cancel everything, because the parent's threads do not exist here."""

@@ -101,16 +101,11 @@ class Task(Cancellation):
     caller's KV.
     """
 
-    def __init__(self, runtime: Runtime, *, idle_since: Callable[[], float] = lambda: math.inf) -> None:
-        """idle_since: time at which a task of the same engine was last made, or last began, copied or ended."""
+    def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
         self._runtime = runtime
         self._changed = runtime.condition()
-        self._idle_since = idle_since
         self._copied = self._done = False
-        self.copying = False
-        self.moved_at = runtime.now()
-        """Time at which it was made, or last began or copied."""
         self._then: list[Callable[[], None]] = []
         self._mask: torch.Tensor | None = None
         self._error: BaseException | None = None
@@ -138,19 +133,14 @@ class Task(Cancellation):
         return self._done or self._wait(timeout)
 
     @shielded_waiting
-    def wait_for_copies(self, timeout: float, *, patience: float) -> bool:
-        """Return whether it has copied all that it has to, after at most `timeout` seconds, and no longer than
-        `patience` seconds after any save of the engine went on: then they wait for a store or for room. Nothing is
-        cancelled."""
+    def wait_for_copies(self, timeout: float) -> bool:
+        """Return whether a save has copied all that it has to, after at most `timeout` seconds. Its writes to slow
+        tiers may still have to wait. Nothing is cancelled."""
         until = self._runtime.now() + timeout
         with self._changed:
-            while not (self._done or self._copied):
-                now = self._runtime.now()
-                left = min(until, self._idle_since() + patience) - now
-                if left <= 0:
-                    return False
-                self._changed.wait(min(left, patience, 3600.0))
-        return True
+            while not (self._done or self._copied) and (left := until - self._runtime.now()) > 0:
+                self._changed.wait(min(left, 3600.0))
+            return self._done or self._copied
 
     @shielded_waiting
     def _wait(self, timeout: float) -> bool:
@@ -170,14 +160,6 @@ class Task(Cancellation):
         self._touching, self._changed = self._runtime.lock(), self._runtime.condition()
         self._give_up = None
         self.fail(error)
-
-    def touch(self, copy: Callable[[], None]) -> bool:
-        self.copying = True
-        try:
-            return super().touch(copy)
-        finally:
-            self.moved_at = self._runtime.now()
-            self.copying = False
 
     def copied(self) -> None:
         with self._changed:
@@ -209,7 +191,6 @@ class Task(Cancellation):
 
     def run(self, work: Callable[[Task], torch.Tensor]) -> None:
         """Do the work and keep its mask, or what it raised. Called once, by the engine."""
-        self.moved_at = self._runtime.now()
         try:
             self._mask = work(self)
         except BaseException as error:

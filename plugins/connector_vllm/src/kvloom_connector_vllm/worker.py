@@ -31,8 +31,6 @@ IDLE_SECONDS = 0.005
 interpreter from the threads that load and save."""
 FENCE_SECONDS = 1.0
 """Time that a step waits for copies of blocks which it gives to another request; then they are cancelled."""
-STALL_SECONDS = 0.05
-"""Time after which it gives them up while no save goes on: then they wait for a store, or for room in memory."""
 LATER_SECONDS = 0.05
 """Time after which a step's saves begin, unless a step needs their blocks or has nothing to do before."""
 COLLECT_SECONDS = 0.1
@@ -236,7 +234,7 @@ class Worker:
         for save in (save for number in saves for save in self._saves.get(number, ())):
             if save.over.is_set() or save.cancelled:
                 continue
-            if not save.wait_for_copies(until, patience=STALL_SECONDS):
+            if not save.wait_for_copies(until):
                 level = logging.DEBUG if self._told else logging.WARNING
                 log.log(level, "KV is not saved: its blocks are needed, and the tiers do not take it in time")
                 self._told = True
