@@ -12,17 +12,17 @@ python=${1:-python3}
 [ $# -gt 0 ] && shift
 [ $# -gt 0 ] || set -- build test memcheck racecheck
 
-tests=no gpu=no
+tests=no gpu=no compiles=no
 for part in "$@"; do
     case $part in
     test | memcheck | racecheck) tests=yes gpu=yes ;;
     codec | paged) gpu=yes ;;
-    build) ;;
+    build) compiles=yes ;;
     *) echo "no part $part: build, test, memcheck, racecheck, codec, paged" && exit 2 ;;
     esac
 done
 
-"$python" - "$tests" "$gpu" <<'NEEDS'
+"$python" - "$tests" "$gpu" "$compiles" <<'NEEDS'
 import importlib.util, shutil, sys
 
 needed = ("torch", "numpy")  # bench/bare.py stands in for the others
@@ -32,7 +32,7 @@ missing = [name for name in needed if importlib.util.find_spec(name) is None]
 if missing:
     sys.exit(f"{sys.executable} has no {', '.join(missing)}: install them, or unpack their wheels into a folder and name it in PYTHONPATH")
 absent = [name for name in ("nvcc", "g++") if shutil.which(name) is None]
-if absent:
+if absent and sys.argv[3] == "yes":
     sys.exit(f"{' and '.join(absent)} not found: install the CUDA toolkit and a compiler, and add them to PATH")
 if sys.argv[2] == "yes":
     import torch

@@ -1,8 +1,7 @@
-"""The identity of KV: different KV gets different keys, unsupported KV is refused by name, settings are checked."""
+"""The identity of KV: different KV gets different keys, and unsupported KV is refused by name."""
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import sys
@@ -14,13 +13,11 @@ import pytest
 import torch
 from vllm_fakes import BLOCK, SlidingWindowSpec, grouped, kv_cache_config, layer_spec, state_spec, vllm_config
 
-from kvloom import ChunkKey, ConfigError, Engine, EngineConfig, MemoryFormat
-from kvloom_connector_vllm import weights
-from kvloom_connector_vllm.configured import Settings, has_shared_tier
+from kvloom import ChunkKey, ConfigError, MemoryFormat
+from kvloom_connector_vllm.configured import Settings
 from kvloom_connector_vllm.identity import Adapters, identify, identify_groups
 from kvloom_connector_vllm.names import Names, hash_of, owner_of
 from kvloom_connector_vllm.scheduling.plan import Chunks, Owner
-from kvloom_connector_vllm.weights import file_digest, folder_digest
 
 MEMORY = {"type": "memory", "capacity": "1MiB"}
 
@@ -156,57 +153,6 @@ def test_an_adapter_is_known_by_the_weights_that_it_was_loaded_with(tmp_path: Pa
     os.mkfifo(tmp_path / "fifo")
     for number, nowhere in enumerate(("far/away", "no\0path", str(tmp_path / "fifo"), "/dev/zero"), 3):
         assert one.of(SimpleNamespace(**{**vars(request), "lora_int_id": number, "lora_path": nowhere})) is None
-
-
-def safetensors(path: Path, sizes: list[int], changed: int = -1) -> None:
-    """A file of tensors of so many bytes, of which one has other bytes at its beginning."""
-    header, at, data = {}, 0, bytearray()
-    for number, size in enumerate(sizes):
-        header[str(number)] = {"dtype": "U8", "shape": [size], "data_offsets": [at, at + size]}
-        part = bytearray(size)
-        if number == changed:
-            part[:600] = b"\1" * 600
-        data += part
-        at += size
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-
-
-def test_one_tensor_of_many_makes_another_model(tmp_path: Path) -> None:
-    path, sizes, seen = tmp_path / "model.safetensors", [300_000] * 20 + [5, 0, 2_000_000], set()
-    for changed in (-1, 0, 7, 19, 22):
-        safetensors(path, sizes, changed)
-        seen.add(file_digest(path))
-        assert file_digest(path) == folder_digest(tmp_path)
-    assert len(seen) == 5
-
-
-def test_a_header_longer_than_any_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    header = b'{"x":{"data_offsets":[0,1],"y":[' + b"[]," * (3 << 20) + b"1]}}"
-    file = tmp_path / "adapter_model.safetensors"
-    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4096))
-    monkeypatch.setattr(weights.json, "loads", lambda text: pytest.fail("it was parsed"))
-    before = weights.file_digest(file)
-    with file.open("r+b") as content:
-        content.seek(-1, os.SEEK_END)
-        content.write(b"x")
-    assert weights.file_digest(file) != before
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        json.dumps({str(number): {"data_offsets": [0, 2 << 20]} for number in range(3)}).encode(),
-        b"[" * 100_000 + b"]" * 100_000, b"[]", b'{"a": []}', b'{"a": {"data_offsets": [0.5, 1e6]}}',
-        b'{"a": {"data_offsets": [0, 1, 2]}}', b'{"a": {"data_offsets": 7}}', b"\xff",
-    ],
-)  # fmt: skip
-def test_a_header_that_lies_is_sampled_as_bytes(tmp_path: Path, header: bytes) -> None:
-    """Three tensors that claim the same bytes would be three times the work; a header has room for a million."""
-    content = len(header).to_bytes(8, "little") + header + bytes(4 << 20)
-    (path := tmp_path / "model.safetensors").write_bytes(content)
-    with path.open("rb") as file:
-        assert list(weights._parts(file, len(content), ".safetensors")) == [(0, len(content))]
 
 
 def test_a_model_may_be_a_file_or_have_its_weights_elsewhere(tmp_path: Path) -> None:
@@ -386,54 +332,6 @@ def test_models_that_are_not_done_are_refused(model: Path) -> None:
     config.cache_config.prefix_caching_hash_algo = "xxhash"
     with pytest.raises(ValueError, match="xxhash"):
         namespace(config)
-
-
-def settings(extra: Any, model: Path, ranks: int = 1) -> EngineConfig:
-    one = identify(vllm_config(str(model)), kv_cache_config(), rank=0, about={})
-    return Settings.read(extra, ranks=ranks).opened(one.geometry)
-
-
-def test_a_rank_that_does_not_store_only_reads_what_processes_share(model: Path, tmp_path: Path) -> None:
-    disk = {"type": "disk", "path": str(tmp_path), "capacity": "1GiB", "policy": "tiny_lfu", "ttl": "7d"}
-    read = Settings.read({"config": {"tiers": [MEMORY, disk, "dict"]}}, ranks=2)
-    one = identify(vllm_config(str(model)), kv_cache_config(), rank=0, about={})
-    both, second = read.opened(one.geometry), read.opened(one.geometry, stores=False)
-    assert second.tiers[::2] == both.tiers[::2], "of memory and of its own store"
-    before, after = (config.tiers[1].model_dump() for config in (both, second))
-    changed = {"write": "never", "policy": "lru", "capacity": None}
-    assert after == {**before, **changed} != before
-    Engine.open(second, one.spec).close()
-
-
-@pytest.mark.parametrize(("extra", "said"), [
-    ({}, "kv_connector_extra_config.config: missing"),
-    ({"config": {}, "asynch_load": 1}, "kv_connector_extra_config.asynch_load: unknown"),
-    ({"config": {}, "async_load": "no"}, "kv_connector_extra_config.async_load: expected true or false"),
-    ({"config": {}, "by_layer": True}, "kv_connector_extra_config.by_layer: goes with"),
-    ({"config": {}, "async_load": False, "by_layer": 1}, "kv_connector_extra_config.by_layer: expected true or false"),
-    ({"config": "/nowhere/kv.yaml"}, "/nowhere/kv.yaml"),
-    ({"config": {"chunk_tokens": 10}}, "chunk_tokens: 10 is no multiple of vLLM's block size, 4; write 8"),
-    ({"config": {"connector": "transformers"}}, "connector: 'transformers' does not read vLLM's memory"),
-    ({"config": {"tokens": "radix"}}, "tokens: vLLM's own block hashes"),
-    ({"config": {"blend": {"executor": "cacheblend", "retriever": "separator"}}}, "blend: "),
-])  # fmt: skip
-def test_settings_that_cannot_work_are_refused_with_their_path(model: Path, extra: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        settings(extra, model)
-
-
-def test_several_ranks_load_while_others_compute(model: Path) -> None:
-    with pytest.raises(ConfigError, match="async_load"):
-        settings({"config": {}, "async_load": False}, model, ranks=2)
-    assert Settings.read({"config": {}}, ranks=2).async_load
-
-
-def test_the_connector_gets_its_geometry(model: Path, tmp_path: Path) -> None:
-    config = settings({"config": {"tiers": ["memory"]}}, model)
-    assert config.connector.settings["geometry"]["page_elements"] == 2 * BLOCK * 16
-    assert not has_shared_tier(config)
-    shared = {"config": {"tiers": ["memory", {"type": "disk", "path": str(tmp_path)}]}}
-    assert has_shared_tier(settings(shared, model))
 
 
 def test_keys_say_where_in_the_sequence_a_chunk_is(model: Path) -> None:

@@ -5,8 +5,6 @@ Settings that are not known to be safe are refused here, by name, before anythin
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +17,8 @@ import torch
 from kvloom import KVSpec, one_line
 
 from .paged.settings import Geometry
-from .weights import file_digest, folder_digest, has_weights
+from .revision import digest_of, name_of, plain_json, revision_of, text_config
+from .weights import file_digest, folder_digest
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +37,6 @@ _STATES = ("mamba_type", "shapes", "dtypes", "num_heads", "block_size")
 _OFFLOADING = "for others use vLLM's OffloadingConnector with kvloom's spec (docs/use/vllm.md)"
 _BLOCK_IN_ONE_PIECE = {"LBHNC", "LBNHC", "BLHNC", "BLNHC"}
 _PLAIN_QUANTISATION = {"NONE", "FP8_PER_TENSOR"}
-_ROPES = {"default", "llama3", "linear", "yarn", "deepseek_yarn", "mrope", "proportional"}
-"""Rotations that depend on the model's configuration alone. LongRoPE, for example, has two, and takes the one for long
-prompts as soon as `max_model_len` allows them."""
-_BY_THE_WAY = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "use_cache"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,100 +348,3 @@ def _check_states(config: Any, layer: Any, *, hash_tokens: int, pages: bool) -> 
 def _is(layer: Any, name: str) -> bool:
     """Exactly that one of vLLM's specifications: those that derive from it keep something else, or for another time."""
     return type(layer).__name__ == name
-
-
-def name_of(model: Any) -> str:
-    path = Path(str(model.model)).expanduser()
-    return path.name if path.is_dir() else str(model.model)
-
-
-def _local(model: Any, config: Any) -> Path | None:
-    """The file or folder with the weights, if they are on this machine."""
-    path = Path(str(model.model)).expanduser()
-    if path.exists():
-        return path
-    folder = getattr(getattr(config, "load_config", None), "download_dir", None)
-    return _snapshot(str(model.model), getattr(model, "revision", None), folder)
-
-
-def _snapshot(repository: str, revision: str | None, folder: str | None) -> Path | None:
-    """The folder of a repository in the hub's cache, as it is there now. Its name is the commit."""
-    try:
-        from huggingface_hub import try_to_load_from_cache
-
-        for place in dict.fromkeys((folder, None)):
-            found = try_to_load_from_cache(repository, "config.json", revision=revision, cache_dir=place)
-            if isinstance(found, str):
-                return Path(found).parent
-    except Exception:
-        return None
-    return None
-
-
-def revision_of(model: Any, config: Any) -> str:
-    """Weights, configuration and how they are loaded, in words: `kvloom why` shows it when two runs don't share."""
-    place = _local(model, config)
-    load = getattr(config, "load_config", None)
-    form = str(getattr(load, "load_format", "auto"))
-    if "dummy" in form:
-        weights = f"dummy weights of seed {getattr(model, 'seed', None)}"
-    elif place is not None and has_weights(place):
-        weights = f"weights {folder_digest(place) if place.is_dir() else file_digest(place)}"
-    else:
-        commit = place.name if place is not None else getattr(model, "revision", None)
-        weights = f"revision {commit}"
-        log.warning("the weights of %s are not available: KV is identified by name and revision only", model.model)
-    fields = {key: value for key, value in _config_dict(model, place).items() if key not in _BY_THE_WAY}
-    words = [weights, f"config {digest_of(plain_json(fields))}", f"quantization {getattr(model, 'quantization', None)}"]
-    quantised = getattr(model, "quantization_config", None)
-    if quantised is not None:
-        words.append(f"quantization_config {digest_of(plain_json(quantised))}")
-    if _depends_on_length(model):
-        words.append(f"max_model_len {model.max_model_len}")
-    return ", ".join(words)
-
-
-def _depends_on_length(model: Any) -> bool:
-    """Return whether vLLM may compute other KV for the same tokens if `max_model_len` is another."""
-    text = text_config(model)
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    kinds = [each for each in (rope, *rope.values()) if isinstance(each, Mapping)]
-    types = {each.get("rope_type", each.get("type", "default")) for each in kinds}
-    return bool(types - _ROPES) or hasattr(text, "attn_temperature_tuning")
-
-
-def text_config(model: Any) -> Any:
-    return getattr(model, "hf_text_config", None) or getattr(model, "hf_config", None)
-
-
-def _config_dict(model: Any, place: Path | None) -> Mapping[str, Any]:
-    """A model's configuration as its files have it: models change theirs while they load, which with several ranks only
-    the ranks' processes see. place: see `_local`."""
-    source = Path(getattr(model, "hf_config_path", None) or place or "")
-    if place is not None and source.exists():
-        try:
-            from vllm.transformers_utils.config import get_config
-
-            hf = get_config(
-                str(source), model.trust_remote_code, code_revision=model.code_revision,
-                config_format=model.config_format,
-            )  # fmt: skip
-            return {**hf.to_dict(), "overrides": _in_words(model.hf_overrides)}
-        except Exception as error:
-            log.debug("the configuration of %s cannot be read again: %s", model.model, one_line(error))
-    hf = getattr(model, "hf_config", None)
-    return hf.to_dict() if hasattr(hf, "to_dict") else {}
-
-
-def _in_words(overrides: Any) -> Any:
-    """JSON values that are the same in each process."""
-    return f"{overrides.__module__}.{overrides.__qualname__}" if callable(overrides) else plain_json(overrides)
-
-
-def digest_of(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def plain_json(value: Any) -> Any:
-    """JSON values."""
-    return json.loads(json.dumps(value, sort_keys=True, default=str))

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from kvloom import ByteSize, Config, Duration, KVSpec, validated
 
-from ..identity import digest_of, name_of, plain_json, revision_of, text_config
+from ..revision import digest_of, name_of, plain_json, revision_of, text_config
 from ..weights import folder_digest
 from .settings import PieceGeometry
 
