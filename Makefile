@@ -26,7 +26,7 @@ INSTALL := -m pip install --quiet --constraint constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup docs demo test test-full test-gpu test-vllm test-engines test-servers fuzz simulate soak lint bench bench-codec bench-gpu kernels bench-vllm bench-lmcache bench-lmcache-remote contracts check-matrix dist check-wheels check-licences licences clean
+.PHONY: help setup docs demo test test-full test-gpu gpu-packages test-vllm test-engines test-servers fuzz simulate soak lint bench bench-codec bench-gpu kernels bench-vllm bench-lmcache bench-lmcache-remote contracts check-matrix dist check-wheels check-licences licences clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -90,6 +90,9 @@ bench: $(READY) ## every script in bench/ that can run here, results into bench/
 
 test-gpu: ## on a machine with a GPU: the kernels against what processors do, from the source tree, without a network
 	sh scripts/test_gpu.sh "$(GPU_PYTHON)" $(PART)
+
+gpu-packages: $(READY) ## where there is a network: what test-gpu needs beside torch, into build/, for Python GPU_VERSION=3.12
+	sh scripts/gpu_packages.sh $(BIN)/python $(GPU_VERSION)
 
 bench-gpu: ## on a machine with a GPU: what the kernels make of its memory and bus, into bench/results/<gpu>*.md (PART=codec|paged)
 	sh scripts/test_gpu.sh "$(GPU_PYTHON)" build $(or $(PART),codec paged)

@@ -6,7 +6,8 @@
 # Parts: `build` compiles the libraries into the source tree; `test` compares them with processors; `memcheck` and
 # `racecheck` run some of those tests under compute-sanitizer; `codec` and `paged` write bench/results/<gpu>*.md. Without a
 # part: all tests.
-# Needs nvcc, g++, and a Python with what is named below: torch and numpy, and more for the tests. `PYTHONPATH` is kept: packages may lie in a folder of their own.
+# Needs nvcc, g++, and a Python with torch and numpy. The tests need the packages named below too: build/gpu-packages-VERSION
+# has them once `make gpu-packages` was run where there is a network. `PYTHONPATH` is kept.
 set -eu
 python=${1:-python3}
 [ $# -gt 0 ] && shift
@@ -22,7 +23,11 @@ for part in "$@"; do
     esac
 done
 
-"$python" - "$tests" "$gpu" "$compiles" <<'NEEDS'
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+PYTHONPATH=$(pwd)/build/gpu-packages-$version${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH
+
+"$python" - "$tests" "$gpu" "$compiles" "$version" <<'NEEDS'
 import importlib.util, shutil, sys
 
 needed = ("torch", "numpy")  # bench/bare.py stands in for the others
@@ -30,7 +35,8 @@ if sys.argv[1] == "yes":
     needed += ("pluggy", "pydantic", "yaml", "xxhash", "safetensors", "pytest", "hypothesis")
 missing = [name for name in needed if importlib.util.find_spec(name) is None]
 if missing:
-    sys.exit(f"{sys.executable} has no {', '.join(missing)}: install them, or unpack their wheels into a folder and name it in PYTHONPATH")
+    known = f"; `make gpu-packages GPU_VERSION={sys.argv[4]}` fetches all but torch and numpy where there is a network"
+    sys.exit(f"{sys.executable} has no {', '.join(missing)}: install them{known if sys.argv[1] == 'yes' else ''}")
 absent = [name for name in ("nvcc", "g++") if shutil.which(name) is None]
 if absent and sys.argv[3] == "yes":
     sys.exit(f"{' and '.join(absent)} not found: install the CUDA toolkit and a compiler, and add them to PATH")
@@ -44,8 +50,7 @@ NEEDS
 codec=plugins/serde_cachegen
 pages=plugins/connector_vllm
 blend=plugins/blend
-PYTHONPATH=core/src:testkit/src:bench$(for each in plugins/*/src; do printf ':%s' "$each"; done)${PYTHONPATH:+:$PYTHONPATH}
-export PYTHONPATH
+PYTHONPATH=core/src:testkit/src:bench$(for each in plugins/*/src; do printf ':%s' "$each"; done):$PYTHONPATH
 tests="$codec/tests/test_device.py $pages/tests/test_paged_cuda.py $pages/tests/test_pages.py $pages/tests/test_staging.py
     $blend/tests/test_rotation.py core/tests/test_native.py core/tests/test_on_a_gpu.py
     plugins/connector_transformers/tests/test_on_a_gpu.py"

@@ -15,22 +15,40 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
+VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
-def run(python: str | Path, *parts: str, path: str = os.environ["PATH"]) -> subprocess.CompletedProcess[str]:
-    command = [str(shutil.which("sh")), "scripts/test_gpu.sh", str(python), *parts]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+def run(
+    python: str | Path, *parts: str, path: str = os.environ["PATH"], folder: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    command = [str(shutil.which("sh")), str(ROOT / "scripts/test_gpu.sh"), str(python), *parts]
+    return subprocess.run(command, cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+
+
+def without_packages(folder: Path, options: str) -> Path:
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S {options} "$@"\n')
+    python.chmod(0o755)
+    return python
 
 
 def test_it_names_the_packages_that_are_missing(tmp_path: Path) -> None:
-    poor = tmp_path / "python"
-    poor.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
-    poor.chmod(0o755)
+    poor = without_packages(tmp_path, "-I")
     done = run(poor, "build", "codec")
     assert done.returncode == 1 and "has no torch, numpy: install" in done.stderr, done.stderr
     done = run(poor, "build", "test")
     assert done.returncode == 1 and "has no torch, numpy, pluggy, pydantic, yaml" in done.stderr, done.stderr
-    assert "name it in PYTHONPATH" in done.stderr and not done.stdout
+    assert f"make gpu-packages GPU_VERSION={VERSION}" in done.stderr and not done.stdout
+
+
+def test_it_takes_packages_that_were_fetched_elsewhere(tmp_path: Path) -> None:
+    poor, fetched = without_packages(tmp_path, ""), tmp_path / f"build/gpu-packages-{VERSION}"
+    for name in ("torch", "numpy", *ABSENT, "pytest"):
+        (fetched / name).mkdir(parents=True)
+        (fetched / name / "__init__.py").write_text("")
+    (fetched / "torch/__init__.py").write_text("__version__ = '0'\nclass cuda: is_available = staticmethod(bool)\n")
+    done = run(poor, "test", folder=tmp_path)
+    assert done.returncode == 1 and "torch 0 finds no CUDA device" in done.stderr, done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
