@@ -145,7 +145,7 @@ def test_a_save_that_does_not_end_is_given_up(pretended: Any, monkeypatch: pytes
 def test_a_step_waits_for_copies_and_not_for_a_store_that_is_slow(
     pretended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first request has room for its three chunks, the second for none: it is given up, once."""
+    """Memory has room for the chunks of two requests, and for those of no other: they are given up, once."""
     go_on, store = threading.Event(), StoredTier._store
     monkeypatch.setattr(StoredTier, "_store", lambda *given: (go_on.wait(60), store(*given))[1])
     one = pretended(tiers=[{"type": "memory", "capacity": "12KiB"}, disk(tmp_path) | {"deadline": "600s"}])
@@ -161,15 +161,14 @@ def test_a_step_waits_for_copies_and_not_for_a_store_that_is_slow(
     monkeypatch.setattr("kvloom_connector_vllm.worker.FENCE_SECONDS", 60.0)
     step("a", PROMPT[:])
     assert step("b", [7] * 27) < 30, "its copies are made, its writes wait"
-    monkeypatch.setattr("kvloom_connector_vllm.worker.FENCE_SECONDS", 0.1)
     step("c", [8] * 27)
     asked = []
     wait_for_copies = Transfer.wait_for_copies
     monkeypatch.setattr(
         Transfer, "wait_for_copies",
-        lambda save, until: (asked.append(save.move.request), wait_for_copies(save, until))[1],
+        lambda save, until, **how: (asked.append(save.move.request), wait_for_copies(save, until, **how))[1],
     )  # fmt: skip
-    step("d", [9] * 27)
+    assert step("d", [9] * 27) < 30, "no room comes, and the step does not wait for it"
     assert "b" not in asked and "c" in asked, "who was given up is not waited for again"
     go_on.set()
     one.settle()

@@ -9,12 +9,14 @@ import torch
 from kvloom.contracts.observer import Event
 from kvloom.device import CurrentStreams
 from kvloom.errors import BackendError
-from kvloom.pipeline.task import Task
+from kvloom.pipeline.task import Stalls, Task
 from kvloom.runtime import Runtime, Workers
 from kvloom.telemetry.events import EventBus
 from kvloom.telemetry.request_trace import RequestTrace
 from kvloom.types import Segment, tokens_of
 
+THREADS = 4
+"""Number of threads for saves and prefetches, and of those for loads."""
 MOST_TASKS = 1024
 """Maximum number of tasks that wait or run. A task beyond it ends at once, with nothing moved."""
 
@@ -24,8 +26,9 @@ class Background:
 
     def __init__(self, engine: object, events: EventBus, runtime: Runtime) -> None:
         self._engine = engine  # work under way keeps the engine alive, so that it is closed before the process ends
-        self.workers = Workers(runtime, name="kvloom-engine", threads=4)
-        self.loaders = Workers(runtime, name="kvloom-load", threads=4)
+        self.workers = Workers(runtime, name="kvloom-engine", threads=THREADS)
+        self._stalls = Stalls(runtime, THREADS)
+        self.loaders = Workers(runtime, name="kvloom-load", threads=THREADS)
         """Threads for loads only, so that no load queues behind saves that wait for room."""
         self._events = events
         self._runtime = runtime
@@ -43,7 +46,7 @@ class Background:
 
         With `MOST_TASKS` under way, or without a thread, it ends at once with nothing moved, and counts as dropped.
         """
-        task, streams = Task(self._runtime), CurrentStreams()
+        task, streams = Task(self._runtime, self._stalls), CurrentStreams()
         num_tokens = tokens_of(segments)
 
         def dropped(reason: str) -> Task:

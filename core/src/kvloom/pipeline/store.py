@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 from kvloom.contracts.observer import Event
@@ -145,11 +146,19 @@ class Storer:
         if loaded is not None:  # else evicted a moment ago: it will be stored when it is computed again
             for tier, inquiry in tiers if loaded.chunk.exact else ():  # it may have been another a moment ago
                 if not tier.outlived(loaded.written):
-                    tier.submit(
-                        key, loaded.again(), until=context.until, since=context.since, chain=context.chain,
-                        record=context.record, inquiry=inquiry,
-                    )  # fmt: skip
+                    self._submit(key, loaded, tier, inquiry, context, left=True)
             loaded.release()
+
+    def _submit(
+        self, key: ChunkKey, loaded: Loaded, tier: StoredTier, inquiry: Inquiry | None, context: RequestContext, *,
+        left: bool,
+    ) -> None:  # fmt: skip
+        """Queue a write. left: there is still something to be copied out of the engine."""
+        with nullcontext() if not left or tier.has_room(loaded.chunk.nbytes) else context.waiting_for_room():
+            tier.submit(
+                key, loaded.again(), until=context.until, since=context.since, chain=context.chain,
+                record=context.record, inquiry=inquiry,
+            )  # fmt: skip
 
     def _copy_in(self, todo: Todo, shape: Shape, copy: Copy, context: RequestContext) -> list[Segment]:
         """Copy as many leading segments as there is room for; returns them."""
@@ -192,15 +201,18 @@ class Storer:
             context.progress()
             if not todo:
                 context.copied()  # the tiers' queues may be full
-            self.insert(now, chunks, batch, context, seconds=self._runtime.now() - began)
+            self.insert(now, chunks, batch, context, seconds=self._runtime.now() - began, left=bool(todo))
             done += [segment for segment, _ in now]
         return done
 
     def insert(
         self, now: Sequence[tuple[Segment, list[Lacking]]], chunks: Sequence[Chunk],
-        reservations: Sequence[Reservation], context: RequestContext, *, seconds: float,
+        reservations: Sequence[Reservation], context: RequestContext, *, seconds: float, left: bool = False,
     ) -> None:  # fmt: skip
-        """Take chunks that were filled into memory, and write them to the stored tiers that lack them."""
+        """Take chunks that were filled into memory, and write them to the stored tiers that lack them.
+
+        left: there are more to be copied out of the engine.
+        """
         written = self._runtime.wall()
         for (segment, tiers), chunk, reservation in zip(now, chunks, reservations, strict=True):
             block = reservation.seal()
@@ -209,10 +221,7 @@ class Storer:
                 segment.key, chunk, block, written=written, since=context.since, chain=context.chain
             )
             for tier, inquiry in tiers:
-                tier.submit(
-                    segment.key, loaded.again(), until=context.until, since=context.since, chain=context.chain,
-                    record=context.record, inquiry=inquiry,
-                )  # fmt: skip
+                self._submit(segment.key, loaded, tier, inquiry, context, left=left)
             loaded.release()
         self.memory.touch([segment.key for segment, _ in now])
         if self.memory.keep:
@@ -227,7 +236,8 @@ class Storer:
             nbytes = self._nbytes(segment, shape)
             reservation = self.memory.reserve(nbytes)
             if reservation is None and not reservations:
-                reservation = self.memory.reserve_by(nbytes, context.until, stopped=lambda: context.given_up)
+                with context.waiting_for_room():
+                    reservation = self.memory.reserve_by(nbytes, context.until, stopped=lambda: context.given_up)
             if reservation is None:
                 break
             reservations.append(reservation)

@@ -45,6 +45,9 @@ class Cancellation:
     def copied(self) -> None:
         """Note that it has copied all that it has to."""
 
+    def stalled(self, waits: bool) -> None:
+        """Note that it waits for room with something left to copy, or does no longer."""
+
     def on_cancel(self, give_up: Callable[[], None]) -> None:
         """Have `give_up` called when this is cancelled; now, if it was already."""
         self._give_up = give_up
@@ -94,6 +97,22 @@ class Foreground:
             stop.stop()
 
 
+class Stalls:
+    """The saves on an engine's threads that wait for room, with something left to copy."""
+
+    def __init__(self, runtime: Runtime, threads: int) -> None:
+        self._now = runtime.now
+        self._lock = runtime.lock()
+        self._threads, self._stalled = threads, 0
+        self.all_since: float | None = None
+        """Time since when all threads have been stalled, so that nothing else begins; None: some thread goes on."""
+
+    def add(self, waits: bool) -> None:
+        with self._lock:
+            self._stalled += 1 if waits else -1
+            self.all_since = self._now() if self._stalled >= self._threads else None
+
+
 class Task(Cancellation):
     """A load or save under way in the background.
 
@@ -101,11 +120,14 @@ class Task(Cancellation):
     caller's KV.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, stalls: Stalls | None = None) -> None:
+        """stalls: those of the threads that it runs on."""
         super().__init__(runtime)
         self._runtime = runtime
+        self._stalls = Stalls(runtime, 1) if stalls is None else stalls
         self._changed = runtime.condition()
-        self._copied = self._done = False
+        self._begun = self._copied = self._done = False
+        self._stalled_since: float | None = None
         self._then: list[Callable[[], None]] = []
         self._mask: torch.Tensor | None = None
         self._error: BaseException | None = None
@@ -133,14 +155,23 @@ class Task(Cancellation):
         return self._done or self._wait(timeout)
 
     @shielded_waiting
-    def wait_for_copies(self, timeout: float) -> bool:
+    def wait_for_copies(self, timeout: float, *, stalled: float = math.inf) -> bool:
         """Return whether a save has copied all that it has to, after at most `timeout` seconds. Its writes to slow
-        tiers may still have to wait. Nothing is cancelled."""
-        until = self._runtime.now() + timeout
+        tiers may still have to wait. Nothing is cancelled.
+
+        stalled: how long to wait, in seconds, while it waits for room, or cannot begin since all threads do.
+        """
+        began = self._runtime.now()
         with self._changed:
-            while not (self._done or self._copied) and (left := until - self._runtime.now()) > 0:
-                self._changed.wait(min(left, 3600.0))
-            return self._done or self._copied
+            while not (self._done or self._copied):
+                now, until = self._runtime.now(), began + timeout
+                since = self._stalled_since if self._begun else self._stalls.all_since
+                if since is not None:
+                    until = min(until, max(since, began) + stalled)
+                if now >= until:
+                    return False
+                self._changed.wait(min(until - now, 3600.0 if self._begun else stalled))
+            return True
 
     @shielded_waiting
     def _wait(self, timeout: float) -> bool:
@@ -165,6 +196,12 @@ class Task(Cancellation):
         with self._changed:
             self._copied = True
             self._changed.notify_all()
+
+    def stalled(self, waits: bool) -> None:
+        with self._changed:
+            self._stalled_since = self._runtime.now() if waits else None
+            self._changed.notify_all()
+        self._stalls.add(waits)
 
     @shielded
     def when_done(self, callback: Callable[[], None]) -> None:
@@ -191,6 +228,9 @@ class Task(Cancellation):
 
     def run(self, work: Callable[[Task], torch.Tensor]) -> None:
         """Do the work and keep its mask, or what it raised. Called once, by the engine."""
+        with self._changed:
+            self._begun = True
+            self._changed.notify_all()
         try:
             self._mask = work(self)
         except BaseException as error:

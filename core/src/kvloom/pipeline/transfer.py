@@ -166,7 +166,7 @@ class Transfer:
         with record.going_on():
             check_where(self._connector, segments, where)
             context = self._context(stop, keys, record)
-            context.copied = stop.copied
+            context.copied, context.stalled = stop.copied, stop.stalled
             copied = self._stack.storer.keep(segments, self._connector.shape, copy, context)
             record.served_tokens = tokens_of(segments)
         return torch.tensor([segment in copied for segment in segments], dtype=torch.bool)

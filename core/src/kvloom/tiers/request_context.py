@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -45,6 +46,8 @@ class RequestContext:
         """Chunks may be decoded in its memory, and are not wanted anywhere else."""
         self.copied: Callable[[], None] = lambda: None
         """Called by a store that has copied all that it has to."""
+        self.stalled: Callable[[bool], None] = lambda waits: None
+        """Called by a store that begins to wait for room with something left to copy, and once it does no longer."""
         self._wake: Callable[[], None] | None = None
 
     def progress(self) -> None:
@@ -68,6 +71,15 @@ class RequestContext:
     def waits_for(self, wake: Callable[[], None] | None) -> None:
         """Function that `give_up` calls to have a waiting thread look at `given_up` again; None: no thread waits."""
         self._wake = wake
+
+    @contextmanager
+    def waiting_for_room(self) -> Iterator[None]:
+        """A context in which a store waits, with something left to copy."""
+        self.stalled(True)
+        try:
+            yield
+        finally:
+            self.stalled(False)
 
     def give_up(self) -> None:
         """Have the operation stop waiting. From any thread."""

@@ -66,12 +66,12 @@ class Transfer:
                 self._begun.set()
             return self.task
 
-    def wait_for_copies(self, until: float) -> bool:
-        """Return whether this save has copied all by `until`."""
+    def wait_for_copies(self, until: float, *, stalled: float) -> bool:
+        """Return whether this save has copied all by `until`. stalled: see `Task.wait_for_copies`."""
         if not self._begun.wait(max(0.0, until - monotonic())):
             return False
         task = self.task
-        return task is None or task.wait_for_copies(max(0.0, until - monotonic()))
+        return task is None or task.wait_for_copies(max(0.0, until - monotonic()), stalled=stalled)
 
     def cancel(self) -> None:
         """Once this has returned, it does not touch the engine's KV any more."""

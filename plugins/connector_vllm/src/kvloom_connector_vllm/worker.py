@@ -31,6 +31,8 @@ IDLE_SECONDS = 0.005
 interpreter from the threads that load and save."""
 FENCE_SECONDS = 1.0
 """Time that a step waits for copies of blocks which it gives to another request; then they are cancelled."""
+STALLED_SECONDS = 0.05
+"""The part of it for a save that waits for room: the tiers are slower than what is computed."""
 LATER_SECONDS = 0.05
 """Time after which a step's saves begin, unless a step needs their blocks or has nothing to do before."""
 COLLECT_SECONDS = 0.1
@@ -234,7 +236,7 @@ class Worker:
         for save in (save for number in saves for save in self._saves.get(number, ())):
             if save.over.is_set() or save.cancelled:
                 continue
-            if not save.wait_for_copies(until):
+            if not save.wait_for_copies(until, stalled=STALLED_SECONDS):
                 level = logging.DEBUG if self._told else logging.WARNING
                 log.log(level, "KV is not saved: its blocks are needed, and the tiers do not take it in time")
                 self._told = True
