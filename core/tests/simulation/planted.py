@@ -309,7 +309,7 @@ class Planted(NamedTuple):
 
 
 PLANTS: dict[Plant, Planted] = {
-    checksum_not_checked: Planted(("wrong bytes",), 5052),
+    checksum_not_checked: Planted(("wrong bytes",), 5068),
     eviction_of_a_leased_buffer: Planted(("wrong bytes", "memory reused"), 2000),
     lost_wake_up: Planted(("past deadline", "deadlock", "no progress"), 5000),
     double_free: Planted(("double free", "memory reused"), 10155),
@@ -329,7 +329,7 @@ PLANTS: dict[Plant, Planted] = {
     layer_not_checked: Planted(("wrong bytes",), 21004),
     layers_go_on_growing: Planted(("wrong bytes", "wrong mask"), 2000),
     pieces_of_any_prompt: Planted(("wrong bytes",), 2115),
-    mapped_memory_not_asked_about: Planted(("wrong bytes",), 20047),
+    mapped_memory_not_asked_about: Planted(("wrong bytes",), 20066),
     mapped_memory_closed_with_its_first_lease: Planted(("wrong bytes", "memory reused"), 2018),
     removal_leaves_pieces: Planted(("served after removal", "resurrected"), 2005),
 }

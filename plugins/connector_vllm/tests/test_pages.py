@@ -356,6 +356,13 @@ def test_by_layer_it_is_so_for_each_layer(chunks: int, layers: int) -> None:
     assert Counted(chunks, layers, 16).work("write", fillings=1, by_layer=True) == [*each]
 
 
+class ByLibrary(VLLMConnector):
+    """What torch would do by several launches for each layer and chunk is one call in the simulation."""
+
+    def _by_torch(self, *args: Any, **how: Any) -> None:
+        raise AssertionError("the library was not used")
+
+
 class Counted:
     """Moves on a device that counts: launches, batches of copies, and pieces of memory of each."""
 
@@ -376,7 +383,7 @@ class Counted:
         device, counts = SimulatedDevice(1), []
         with device.installed():
             staging = ByteSize(2 * self.nbytes // fillings)
-            connector = VLLMConnector(VLLMConfig(geometry=self.geometry, staging=staging), self.spec)
+            connector = ByLibrary(VLLMConfig(geometry=self.geometry, staging=staging), self.spec)
             rooms = [torch.zeros(connector.shape(self.tokens), dtype=torch.bfloat16) for _ in self.segments]
             own = [Chunk(tensor, connector.format, self.tokens) for tensor in rooms]
             for _ in range(3):
