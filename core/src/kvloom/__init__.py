@@ -45,7 +45,7 @@ _NAMES = {
     "keys": "chain fingerprint int32_tokens leading pieces salt_tag salt_tag_of select",
     "errors": (
         "BackendError ConfigError CorruptBlobError DeadlineExceeded IncompleteListingError KVLoomError "
-        "LaterVersionError PluginError UnreadableBlobError"
+        "LaterVersionError PartDownError PluginError UnreadableBlobError"
     ),
 }
 """Names by the module that they are in."""
@@ -124,6 +124,7 @@ if TYPE_CHECKING:
     from kvloom.errors import IncompleteListingError as IncompleteListingError
     from kvloom.errors import KVLoomError as KVLoomError
     from kvloom.errors import LaterVersionError as LaterVersionError
+    from kvloom.errors import PartDownError as PartDownError
     from kvloom.errors import PluginError as PluginError
     from kvloom.errors import UnreadableBlobError as UnreadableBlobError
     from kvloom.format import envelope as envelope

@@ -36,6 +36,10 @@ class DeadlineExceeded(BackendError):
     """A backend call outlived its deadline and was abandoned."""
 
 
+class PartDownError(BackendError):
+    """The part of a store that a key belongs to does not answer, while others do: the store itself has not failed."""
+
+
 class IncompleteListingError(BackendError):
     """The end of a listing that went on past places which cannot be read, though blobs may lie there."""
 

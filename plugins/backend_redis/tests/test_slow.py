@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvloom import BackendError, ConfigError
+from kvloom import BackendError, ConfigError, PartDownError
 from kvloom_backend_redis.address import Endpoint
 from kvloom_backend_redis.backend import RedisBackend
 from kvloom_backend_redis.errors import ServerError, Unreachable
@@ -265,7 +265,7 @@ def test_the_time_of_who_takes_the_answers_is_not_that_of_a_server_that_fails(mo
             skipped[0] += 100
         links.close()
     good, lost, other = outcomes
-    assert good == other == b"OK" and isinstance(lost, ConnectionError)
+    assert good == other == b"OK" and isinstance(lost, PartDownError) and isinstance(lost.__cause__, ConnectionError)
 
 
 def test_a_refusal_beside_a_server_that_fails_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,8 +285,57 @@ def test_a_refusal_beside_a_server_that_fails_is_raised(monkeypatch: pytest.Monk
         spread.many(keys, keys, otherwise=0)
     refuses = False
     assert spread.many(keys, keys, otherwise=0) == [0, 1, 1]
-    with pytest.raises(Unreachable):
+    with pytest.raises(PartDownError):
         spread.many(keys, keys)
+    with pytest.raises(PartDownError):
+        spread.many(keys[:1], keys[:1])
+    assert spread.many(keys[:1], keys[:1], otherwise=0) == [0]
+    links.close()
+
+
+def test_a_server_is_a_part_of_the_store_only_while_others_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = [Endpoint("127.0.0.1", port) for port in (1, 2, 3)]
+    links = Links(RedisBackend.Config(url="redis+cluster://localhost", timeout=0.1), db=0)
+    spread, asked, down = Exchange(Spread(servers), links), [], {1}
+
+    def at(endpoint: Endpoint, *requests: bytes) -> list[object]:
+        asked.append(endpoint.port)
+        if endpoint.port in down:
+            time.sleep(0.06)
+            raise Unreachable("it is down")
+        return [1]
+
+    monkeypatch.setattr(spread, "at", at)
+    assert [spread.many([key], [key], otherwise=0) for key in (b"0", b"0", b"1")] == [[0], [0], [1]]
+    assert asked == [1, 2], "it is not asked again so soon"
+    down |= {2, 3}
+    assert spread.many([b"1"], [b"1"], otherwise=0) == [0], "another may answer, as far as is known"
+    with pytest.raises(Unreachable):
+        spread.many([b"2"], [b"2"], otherwise=0)
+    with pytest.raises(Unreachable):
+        spread.many([b"1"], [b"1"], otherwise=0)
+    down.clear()
+    assert spread.many([b"1"], [b"1"]) == [1]
+    with pytest.raises(PartDownError, match="a moment ago"):
+        spread.many([b"2"], [b"2"])
+    links.close()
+
+
+def test_servers_that_hang_take_the_time_of_one_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = [Endpoint("127.0.0.1", port) for port in range(1, 9)]
+    links = Links(RedisBackend.Config(url="redis+cluster://localhost", timeout=0.1), db=0)
+    spread, asked = Exchange(Spread(servers), links), []
+
+    def at(endpoint: Endpoint, *requests: bytes) -> list[object]:
+        asked.append(endpoint.port)
+        if endpoint.port < 8:
+            time.sleep(0.1)
+            raise Unreachable("it hangs")
+        return [1]
+
+    monkeypatch.setattr(spread, "at", at)
+    keys = [b"%d" % number for number in range(8)]
+    assert spread.many(keys, keys, otherwise=0) == [0] * 8 and asked == [1]
     links.close()
 
 
@@ -300,4 +349,8 @@ class Spread(Topology):
         return self._endpoints[int(key)]
 
     def masters(self) -> list[Endpoint]:
+        return self._endpoints
+
+    @property
+    def known(self) -> list[Endpoint]:
         return self._endpoints

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 from redis.crc import key_slot
 
-from kvloom import BackendError
+from kvloom import BackendError, PartDownError
 from kvloom_backend_redis.backend import RedisBackend
 from kvloom_backend_redis.testing import RedisCluster, RedisSentinel, RedisServer, until
 from kvloom_testkit.backends.doubles import RecordingSink, put_all
@@ -38,6 +38,14 @@ def slot_of(key: str) -> int:
 
 def node_of(cluster: RedisCluster, slot: int) -> int:
     return next(n for n in range(3) if 16384 * n // 3 <= slot < 16384 * (n + 1) // 3)
+
+
+def _raised(verb: Callable[[str], object], key: str) -> Exception | None:
+    try:
+        verb(key)
+    except Exception as error:
+        return error
+    return None
 
 
 def all_right(backend: RedisBackend) -> None:
@@ -171,11 +179,14 @@ def test_a_node_that_dies_takes_its_keys_and_no_others(open_backend: Open) -> No
         for key in KEYS:
             if node_of(cluster, slot_of(key)) == 1:
                 began = time.monotonic()
-                with pytest.raises((BackendError, OSError)):
+                with pytest.raises(PartDownError):
                     backend.get(key)
+                with pytest.raises(PartDownError):
+                    backend.put(key, [b"lost"])
+                assert not backend.contains(key)
                 assert time.monotonic() - began < 5
             else:
-                assert backend.get(key) == BLOBS[key]
+                assert backend.get(key) == BLOBS[key] and backend.contains(key)
         cluster.nodes[1].start()
 
         def takes_all() -> bool:
@@ -186,6 +197,11 @@ def test_a_node_that_dies_takes_its_keys_and_no_others(open_backend: Open) -> No
 
         until(takes_all, "the node again")
         assert backend.get_many(KEYS) == list(BLOBS.values())
+        for node in cluster.nodes:
+            node.kill()
+        for verb in (backend.get, backend.contains):
+            raised = [_raised(verb, key) for key in KEYS]  # until no server is left that has not failed
+            assert isinstance(raised[-1], (BackendError, OSError)) and not isinstance(raised[-1], PartDownError)
 
 
 def test_a_node_that_hangs_takes_its_keys_of_a_batch_and_no_others(open_backend: Open) -> None:
@@ -231,9 +247,9 @@ def test_a_slot_that_no_node_serves_takes_its_keys_of_a_batch_and_no_others(open
         sinks, read = [RecordingSink() for _ in KEYS], dict[int, object]()
         backend.get_many_into(list(zip(KEYS, sinks, strict=True)), read.__setitem__)
         assert [read[number] is True for number in range(len(KEYS))] == served
-        for verb in (backend.get, backend.contains):
-            with pytest.raises(BackendError, match="no node of the cluster serves"):
-                verb(KEYS[0])
+        with pytest.raises(PartDownError, match="no node of the cluster serves"):
+            backend.get(KEYS[0])
+        assert not backend.contains(KEYS[0])
         backend.delete_many(KEYS[1:])
         assert not list(backend.scan("k/"))
 

@@ -83,7 +83,10 @@ class StorageBackend(Component):
 
     Keys are strings of `[A-Za-z0-9._-]` and `/`, at most 200 characters; a part between two `/` is never empty, `.` or
     `..`, and one key may be the beginning of another (`a`, `a/b`). Blobs are never empty. Called from several threads
-    at once. Raise any exception on failure: the core counts it, reports it and serves a miss. Imports no torch.
+    at once. Raise any exception on failure: the core counts it, reports it and serves a miss; after several in a row
+    it leaves the store alone for a while. Of a store with several servers, raise PartDownError for the keys of one that
+    does not answer while others do, or say that it has none of them: keys of the others are then still asked for.
+    Imports no torch.
     """
 
     persistent: ClassVar[bool] = False

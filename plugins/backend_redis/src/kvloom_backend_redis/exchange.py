@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
+from kvloom import PartDownError
 from kvloom_backend_redis.address import Endpoint
 from kvloom_backend_redis.errors import LinkLost, ServerError, Unreachable
 from kvloom_backend_redis.link import Link, Reply, packed
@@ -24,7 +26,9 @@ BLOBS_AHEAD = 16
 AHEAD_BYTES = 4 << 20
 """The size of them all, on all connections. A server holds the replies in memory, and is slower with more."""
 _LEFT_ALONE = 4
-"""Multiple of the time that a failing server of several took for which it is not asked again about many keys."""
+"""Multiple of the time that a failing server of several took for which it is not asked again."""
+_QUICK_SECONDS = 0.05
+"""A server that fails within this time costs nothing to be asked again."""
 _DETOURS = 2
 """To where a slot has moved, and to where it is moving on."""
 _ASKING = packed(b"ASKING")
@@ -34,7 +38,8 @@ _UNSERVED = "no node of the cluster serves this key's slot"
 class Exchange:
     """Finds the server of each key, and goes where it is sent. Does nothing twice that may have been done.
 
-    Everything here raises ServerError for a refusal, and OSError, ProtocolError or BackendError if there is no answer.
+    Everything here raises ServerError for a refusal, and OSError, ProtocolError or BackendError if there is no answer:
+    PartDownError from one server of several, as long as the last request to another one did not fail.
     """
 
     def __init__(self, topology: Topology, links: Links) -> None:
@@ -43,15 +48,14 @@ class Exchange:
         self._busy: set[object] = set()
         """One thing for each exchange of many blobs that is under way."""
         self._failing: dict[Endpoint, float] = {}
-        """Until when servers that failed are not asked again about many keys, if others are."""
+        """Servers whose last request failed, and until when they are not asked again if others answer."""
 
     def one(self, key: bytes, parts: Sequence[Part], read: Callable[[Link], T]) -> T:
         """Send a request and `read` its reply. parts: contiguous bytes."""
         endpoint = self.topology.endpoint(key)
-        if endpoint is NOBODY:
-            raise Unreachable(_UNSERVED)
         try:
-            return self._at(endpoint, parts, read)
+            with self._judging(endpoint):
+                return self._at(endpoint, parts, read)
         except ServerError as error:
             detour = self.topology.redirected(error, endpoint)
             if detour is None:
@@ -77,17 +81,23 @@ class Exchange:
     ) -> list[Reply]:  # fmt: skip
         """The reply to each of short requests; raises a refusal or a failure, when all servers have been asked.
 
-        otherwise: the reply in place of those of a server that failed, if another one has answered.
+        otherwise: the reply in place of those of a server that failed, if others have not. Once servers that failed
+        have taken as long as one may take, the others are not tried.
         """
         found: dict[int, Reply] = {}
-        lost: Exception | None = None
+        failure: Exception | None = None
         refusal: ServerError | None = None
+        failing_seconds = 0.0
         for endpoint, places in self._by_server(keys).items():
+            began = time.monotonic()
             try:
-                with self._of_several(endpoint, places, keys):
+                self._try_on(endpoint, failing_seconds)
+                with self._judging(endpoint):
                     replies = self.at(endpoint, *(requests[place] for place in places))
-            except LinkLost as error:
-                lost = lost or error
+            except (*LinkLost, PartDownError) as error:
+                failing_seconds += time.monotonic() - began
+                if otherwise is None or not isinstance(error, PartDownError):
+                    failure = failure or error
                 continue
             for place, value in zip(places, replies, strict=True):
                 if (detour := self._detour(value, endpoint)) is not None:
@@ -98,8 +108,8 @@ class Exchange:
                     found[place] = value
         if refusal is not None:
             raise refusal
-        if lost is not None and (otherwise is None or not found):
-            raise lost
+        if failure is not None:
+            raise failure
         return [found.get(place, otherwise) for place in range(len(keys))]
 
     def fetch(self, keys: Sequence[bytes], requests: Sequence[bytes], read: Callable[[Link], T]) -> list[T]:
@@ -131,7 +141,7 @@ class Exchange:
                 moved: list[tuple[int, Detour]] = []
                 done = asked = 0
                 try:
-                    with self._of_several(endpoint, places, keys), self._link(endpoint) as link, self._ahead() as most:
+                    with self._judging(endpoint), self._link(endpoint) as link, self._ahead() as most:
                         while done < len(left) and not link.midway:
                             ahead = left[asked : done + most(link.announced_bytes)]
                             asked += len(ahead)
@@ -146,7 +156,7 @@ class Exchange:
                             else:
                                 moved.append((place, detour))
                 except Exception as error:
-                    if len(places) == len(keys):  # there is no other server
+                    if len(places) == len(keys) and not isinstance(error, PartDownError):
                         raise
                     failure = error
                 for place, detour in moved:
@@ -174,9 +184,8 @@ class Exchange:
             moved: list[tuple[int, Detour]] = []
             began = time.monotonic()
             try:
-                if failing_seconds >= self._links.patience:
-                    raise Unreachable(f"{endpoint} was not tried: other servers did not answer in time")
-                with self._of_several(endpoint, places, keys), self._link(endpoint) as link, self._ahead() as most:
+                self._try_on(endpoint, failing_seconds)
+                with self._judging(endpoint), self._link(endpoint) as link, self._ahead() as most:
                     while answered < len(places):
                         while sent < len(places) and sent - answered < most(sum(map(len, requests[places[sent]]))):
                             link.queue(*requests[places[sent]])
@@ -206,24 +215,40 @@ class Exchange:
         """Where a server says that the key is now, if it does."""
         return self.topology.redirected(value, endpoint) if isinstance(value, ServerError) else None
 
-    @contextlib.contextmanager
-    def _of_several(self, endpoint: Endpoint, places: Sequence[int], keys: Sequence[bytes]) -> Iterator[None]:
-        """Ask one server about some of `keys`. If it failed a moment ago it is left alone, unless it has all of them.
+    def _try_on(self, endpoint: Endpoint, failing_seconds: float) -> None:
+        """Raise PartDownError if servers that failed have taken so long in this call that no other one is tried."""
+        if failing_seconds >= self._links.patience:
+            raise PartDownError(f"{endpoint} was not tried: other servers did not answer in time")
 
-        Raises Unreachable then: what others have does not wait for it each time; and if it is NOBODY.
-        """
-        if endpoint is NOBODY:
-            raise Unreachable(_UNSERVED)
+    @contextlib.contextmanager
+    def _judging(self, endpoint: Endpoint) -> Iterator[None]:
+        """Note whether a server answers. One that failed a moment ago is left alone, if others answer."""
         began = time.monotonic()
-        if len(places) < len(keys) and began < self._failing.get(endpoint, began):
-            raise Unreachable(f"{endpoint} was not asked again: it failed a moment ago")
+        if endpoint is NOBODY:
+            raise self._failure(endpoint, Unreachable(_UNSERVED))
+        if began < self._failing.get(endpoint, began) and self._others_answer(endpoint):
+            raise PartDownError(f"{endpoint} was not asked again: it failed a moment ago")
         try:
             yield
-        except LinkLost:
+        except LinkLost as error:
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):  # of this process
+                raise
             now = time.monotonic()
-            self._failing[endpoint] = now + _LEFT_ALONE * min(now - began, self._links.patience)
-            raise
-        self._failing.pop(endpoint, None)
+            took = min(now - began, self._links.patience)
+            self._failing[endpoint] = now + (_LEFT_ALONE * took if took > _QUICK_SECONDS else 0.0)
+            failure = self._failure(endpoint, error)
+            if failure is error:
+                raise
+            raise failure from error
+        if self._failing:
+            self._failing.pop(endpoint, None)
+
+    def _failure(self, endpoint: Endpoint, error: Exception) -> Exception:
+        """The error of one server, as one of the store."""
+        return PartDownError(str(error)) if self._others_answer(endpoint) else error
+
+    def _others_answer(self, endpoint: Endpoint) -> bool:
+        return any(one != endpoint and one not in self._failing for one in self.topology.known)
 
     @contextlib.contextmanager
     def _ahead(self) -> Iterator[Callable[[int], int]]:

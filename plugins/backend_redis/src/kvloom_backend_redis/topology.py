@@ -51,6 +51,11 @@ class Topology(ABC):
     def masters(self) -> Sequence[Endpoint]:
         """All that serve keys."""
 
+    @property
+    def known(self) -> Sequence[Endpoint]:
+        """Servers that share the keys, as far as they are known; asks nobody."""
+        return ()
+
     def redirected(self, error: ServerError, from_: Endpoint) -> Detour | None:
         """The server to ask instead, if the error redirects."""
         return None
@@ -131,6 +136,10 @@ class Cluster(Topology):
 
     def masters(self) -> Sequence[Endpoint]:
         self._table()
+        return self._nodes
+
+    @property
+    def known(self) -> Sequence[Endpoint]:
         return self._nodes
 
     def redirected(self, error: ServerError, from_: Endpoint) -> Detour | None:

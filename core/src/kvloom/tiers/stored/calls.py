@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from kvloom.bounded import get_at_most, one_line
 from kvloom.contracts.observer import Event
 from kvloom.contracts.storage import StorageBackend
-from kvloom.errors import BackendError, CorruptBlobError, DeadlineExceeded, UnreadableBlobError
+from kvloom.errors import BackendError, CorruptBlobError, DeadlineExceeded, PartDownError, UnreadableBlobError
 from kvloom.runtime import Call, NoThreadError, Runtime, Workers, lacks_resource
 from kvloom.telemetry.events import EventBus
 from kvloom.tiers.request_context import RequestContext
@@ -185,7 +185,7 @@ class Calls:
     def judged(self, verb: str, function: Callable[[], T], breaker: Breaker) -> Callable[[], T]:
         """`function`, telling the breaker how it went, and everybody else if it failed.
 
-        What a blob contains, or what lies in its place, is no failure of the store.
+        What a blob contains, or what lies in its place, is no failure of the store; nor is a part that is down.
         """
 
         def run() -> T:
@@ -196,6 +196,9 @@ class Calls:
                 raise
             except (CorruptBlobError, UnreadableBlobError) as error:
                 self.report(verb, error)
+                raise
+            except PartDownError as error:
+                self.part_down(verb, error)
                 raise
             except Exception as error:
                 self.failed(verb, error, breaker)
@@ -247,6 +250,11 @@ class Calls:
             what = "reading" if breaker is self.reading else "writing"
             log.warning("tier=%s is paused for %s: %s", self.name, what, self.last_error)
             self._events.emit(Event("tier_paused", self.name, reason=what))
+
+    def part_down(self, verb: str, error: PartDownError) -> None:
+        """Report that a part of the store does not answer: it may have lost what it had."""
+        self.report(verb, error)
+        self.on_doubt()
 
     def report(self, verb: str, error: Exception) -> None:
         """Count and log what a store did wrong."""

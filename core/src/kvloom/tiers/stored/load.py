@@ -12,7 +12,7 @@ import torch
 from kvloom.bounded import one_line
 from kvloom.contracts.observer import Event
 from kvloom.contracts.storage import StorageBackend
-from kvloom.errors import BackendError, CorruptBlobError, LaterVersionError, UnreadableBlobError
+from kvloom.errors import BackendError, CorruptBlobError, LaterVersionError, PartDownError, UnreadableBlobError
 from kvloom.runtime import Call, Runtime
 from kvloom.telemetry.events import EventBus
 from kvloom.tiers.index.ledger import Fidelity, Ledger
@@ -183,6 +183,9 @@ class Loads:
         except (CorruptBlobError, UnreadableBlobError) as error:
             self._blame_serializer(error)
             return blob, 0
+        except PartDownError as error:
+            self._calls.part_down("read", error)
+            return blob, 0
         finally:
             place.reservation.abandon()
 
@@ -222,7 +225,7 @@ class Loads:
                 return
             if isinstance(outcome, CorruptBlobError):
                 self._discard(key, num_tokens, outcome, context, since=known_since)
-            elif isinstance(outcome, (UnreadableBlobError, ExpiredBlobError, LocalError)):
+            elif isinstance(outcome, (UnreadableBlobError, ExpiredBlobError, LocalError, PartDownError)):
                 self._miss(key, num_tokens, outcome, context, since=known_since)
             elif isinstance(outcome, Exception):
                 failures.append(outcome)
@@ -283,6 +286,9 @@ class Loads:
         elif isinstance(error, DeviceFailedError):
             reason = "device failed"
             self._calls.report("decode", error)
+        elif isinstance(error, PartDownError):
+            reason = "no answer"
+            self._calls.part_down("read", error)
         elif isinstance(error, ExpiredBlobError):
             reason = "expired"
             self._delete_if_possible(key, reason, since=since)

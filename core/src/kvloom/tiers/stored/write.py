@@ -9,7 +9,7 @@ from functools import partial
 from kvloom.contracts.observer import Event
 from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import StorageBackend
-from kvloom.errors import BackendError
+from kvloom.errors import BackendError, PartDownError
 from kvloom.format import envelope
 from kvloom.format.encryption import Protection
 from kvloom.memory import pages_of
@@ -81,7 +81,8 @@ class BlobWriter:
 
         told: called once for each that is stored or lost, as soon as it is. failed: gets the others, which serializer
         or backend have raised for, each with why it is lost: nobody is to hear of them before the failure is counted.
-        Return the first of what was raised: not raised here, which would make it refer to the chunks.
+        Return the first of what was raised, the store's failures before those of a part: not raised here, which would
+        make it refer to the chunks.
         """
         began, failures = self._now(), list[Exception]()
         inflight = [(write.key, write.since) for write in writes]
@@ -136,7 +137,7 @@ class BlobWriter:
                 fail(blob.number, error)
         finally:
             self._inflight.end(*inflight)
-        return failures[0] if failures else None
+        return min(failures, key=lambda error: isinstance(error, PartDownError), default=None)
 
     def _removed(self, write: Write) -> bool:
         """Return whether the chunk was removed since it was got, or damaged while it was read."""
