@@ -298,7 +298,7 @@ def test_variables_that_are_wrong_are_listed_with_all_else(write: Any, monkeypat
         "KVLOOM_AAA: no such setting; unset it",
         "KVLOOM_TIERS__7__TTL: there is no number '7' in a list of 1",
         "tiers.0.capacity: should be a size such as 512MiB or 20GiB, not 'much'",
-        "salt: should be text, not 3",
+        "salt: should be text",
         "plugins.only: should be a list, not 3",
     ]
 

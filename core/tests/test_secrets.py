@@ -38,6 +38,7 @@ def shown(config: Any) -> str:
         {"url": f"redis://user:{SECRET}@host/0"},
         {"url": f"redis://{SECRET}@host/0"},
         {"options": {"endpoint": f"http://u:{SECRET}@host"}},
+        {"endpoint": f"http://host/v1?anything={SECRET}"},
         {"protect": {"keys": KEY}},
         {"anything": KEY},
     ],
@@ -66,6 +67,18 @@ def test_the_salt_is_not_shown() -> None:
     config = EngineConfig.load({"salt": SECRET})
     assert SECRET not in repr(config) and SECRET not in str(config) and config.salt == SECRET
     assert "***" not in repr(EngineConfig.load({}))
+
+
+def test_the_name_of_a_quota_says_nothing_of_its_size() -> None:
+    assert masked({"quota": {"secret": "1MiB", "token": 7}}) == {"quota": {"secret": "1MiB", "token": 7}}
+
+
+@pytest.mark.parametrize("settings", [{"salt": [SECRET]}, {"tiers": [{"type": "dict", "protect": SECRET}]},
+                                      {"tiers": [{"type": "dict", "protect": {"keys": {"a": 5, "b": [SECRET]}}}]}])  # fmt: skip
+def test_errors_do_not_quote_salts_and_keys(settings: dict[str, Any], registry: Registry) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(EngineConfig.load({"connector": "plain", **settings}), registry)
+    assert SECRET not in str(caught.value)
 
 
 def test_settings_of_a_component_do_not_show_secrets() -> None:

@@ -17,6 +17,8 @@ _NO_SECRET = re.compile(r"skip_signature$|_(?:file|path|filename)$", re.IGNORECA
 _LOGIN = re.compile(r"(?<=://)[^/?#\s'\"]*@")
 _LOGIN_IN_TEXT = re.compile(r"(?<![^\s/'\"@])[^\s/'\"@:]+:[^\s/'\"@]+@|(?<=://)[^/?#\s'\"]*@")
 """Also of an address without a scheme."""
+_QUERY = re.compile(r"(://[^\s?'\"]*\?)[^\s'\"]+")
+"""Of a URL: it may have a key to a service, under any name."""
 _KEY = re.compile(r"[A-Za-z0-9+/_-]{43}=")
 _INTERPOLATED = re.compile(r"(\$\{[^}]*\})")
 
@@ -32,23 +34,25 @@ def looks_like_a_key(text: str) -> bool:
 
 
 def masked(value: Any, name: object = "") -> Any:
-    """`value`, a setting called `name` or a tree of settings, without passwords, logins of URLs, and keys."""
+    """`value`, a setting called `name` or a tree of settings, without passwords, logins and queries of URLs, and
+    keys."""
     if value is None or value == "" or isinstance(value, bool):
         return value
     if is_secret(name):
         return MASK
     if isinstance(value, Mapping):
-        return {key: masked(child, key) for key, child in value.items()}
+        # The names of quotas are salts, and say nothing of what they are for.
+        return {key: masked(child, "" if name == "quota" else key) for key, child in value.items()}
     if isinstance(value, list | tuple):
         return [masked(child, name) for child in value]
     if isinstance(value, str):
-        return MASK if looks_like_a_key(value) else _LOGIN.sub(f"{MASK}@", value)
+        return MASK if looks_like_a_key(value) else _QUERY.sub(rf"\1{MASK}", _LOGIN.sub(f"{MASK}@", value))
     return value
 
 
 def without_logins(text: str) -> str:
-    """A message without the logins of addresses that it quotes."""
-    return _LOGIN_IN_TEXT.sub(f"{MASK}@", text)
+    """A message without the logins and queries of addresses that it quotes."""
+    return _QUERY.sub(rf"\1{MASK}", _LOGIN_IN_TEXT.sub(f"{MASK}@", text))
 
 
 def masked_template(text: str, name: object = "") -> str:

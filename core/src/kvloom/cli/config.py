@@ -10,7 +10,7 @@ import typer
 
 from kvloom.cli import output
 from kvloom.plugins.registry import Registry
-from kvloom.redaction import masked, masked_template
+from kvloom.redaction import MASK, masked, masked_template
 
 if TYPE_CHECKING:
     from kvloom.config import Choice, EngineConfig, Resolved
@@ -78,6 +78,7 @@ def _effective(config: EngineConfig, resolved: Resolved) -> dict[str, Any]:
         tree["blend"] |= _settings(resolved.blend.executor)
         tree["blend"]["retriever"] |= _settings(resolved.blend.retriever)
     shown: dict[str, Any] = config.origins.masked_tree(masked(tree))
+    shown["salt"] = shown["salt"] and MASK
     for path, template in config.origins.templates.items():
         _restore(shown, path, masked_template(template, path[-1]))
     return shown

@@ -145,7 +145,7 @@ def _wording(details: ErrorDetails, path: KeyPath) -> str:
     if kind in ("kvloom", "assertion_error"):
         return without_logins(details["msg"])
     text = _WORDING.get(kind) or details["msg"].replace("Input should", "should").replace("String should", "should")
-    if any(map(is_secret, path)):
+    if any(map(is_secret, path)) or {"salt", "protect"} & {*path}:  # a key may stand where its file should
         return text
     return f"{text}, not {_quoted(masked(details['input']))}"
 

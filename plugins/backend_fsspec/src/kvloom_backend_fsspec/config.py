@@ -38,6 +38,7 @@ _FILES = re.compile(
     re.IGNORECASE,
 )
 """Options that name files; relative ones begin where the configuration file is."""
+_QUERY = re.compile(r"\?[\w.-]+=")
 _NO_PART = ("", ".", "..")
 
 
@@ -149,9 +150,9 @@ def place_of(url: str) -> Place:
     host, _, path = rest.partition("/")
     if urlsplit(f"//{host}").password is not None:
         raise ValueError(f"has a password in it; {STANDARD_PLACES}")
-    if "?" in host or "#" in host:
-        raise ValueError(f"{scheme}:// takes no query; put settings into `options`")
     local = scheme in ("file", "local", "memory")
+    if "?" in host or "#" in host or (_QUERY.search(path) and not local):
+        raise ValueError(f"{scheme}:// takes no query; put settings into `options`")
     if local and host and scheme != "memory":
         raise ValueError(f"{scheme}://{host}/... names a host; write three slashes: {scheme}:///absolute/path")
     if scheme == "memory":
