@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -133,6 +134,30 @@ def test_an_interrupt_while_the_verbs_are_imported_is_no_traceback(run: Run, mon
 
     monkeypatch.setattr(Registry, "discover", interrupted)
     assert not run("plugins", status=130)
+
+
+@pytest.mark.parametrize("handled", [signal.SIG_DFL, signal.SIG_IGN], ids=["default", "ignored"])
+def test_a_verb_that_is_terminated_tidies_up(monkeypatch: pytest.MonkeyPatch, handled: signal.Handlers) -> None:
+    tidied = []
+
+    def verb() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            tidied.append(True)
+
+    monkeypatch.setattr("kvloom.cli.main.app", lambda name: verb)
+    before = signal.signal(signal.SIGTERM, handled)
+    try:
+        if handled is signal.SIG_IGN:
+            main()
+        else:
+            with pytest.raises(SystemExit) as left:
+                main()
+            assert left.value.code == 143
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert tidied
 
 
 def test_plugins(run: Run) -> None:

@@ -73,8 +73,14 @@ def test_the_name_of_a_quota_says_nothing_of_its_size() -> None:
     assert masked({"quota": {"secret": "1MiB", "token": 7}}) == {"quota": {"secret": "1MiB", "token": 7}}
 
 
-@pytest.mark.parametrize("settings", [{"salt": [SECRET]}, {"tiers": [{"type": "dict", "protect": SECRET}]},
-                                      {"tiers": [{"type": "dict", "protect": {"keys": {"a": 5, "b": [SECRET]}}}]}])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"salt": [SECRET]},
+        {"tiers": [{"type": "dict", "protect": SECRET}]},
+        {"tiers": [{"type": "dict", "protect": {"keys": {"a": 5, "b": [SECRET]}}}]},
+    ],
+)
 def test_errors_do_not_quote_salts_and_keys(settings: dict[str, Any], registry: Registry) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(EngineConfig.load({"connector": "plain", **settings}), registry)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -118,10 +119,14 @@ def test_an_address_of_six_is_a_name_too(
     page.close()
 
 
-def in_process(self: Questions, command: list[str]) -> tuple[int, str, str]:
+NO_FILES: Any = ()
+
+
+def in_process(self: Questions, command: list[str], files: tuple[int, int]) -> tuple[int, str, str]:
     """A process of Python takes seconds to start."""
     assert command[:4] == [sys.executable, "-P", "-m", "kvloom"], "nothing is imported from the working directory"
     assert not any("tenant" in word for word in command), "other users see the command"
+    assert [os.fstat(file).st_nlink for file in files] == [0, 0], "a file without a name is left nowhere"
     done = CliRunner().invoke(app(), command[4:])
     return done.exit_code, done.stdout, done.stderr
 
@@ -158,18 +163,18 @@ def test_why_was_it_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_one_process_at_a_time_answers_and_ends_with_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     questions = Questions(Path("kv.yaml"), Path("spec.json"))
     command = [sys.executable, "-Sc", "import sys; print(1); print(2, file=sys.stderr); sys.exit(3)"]
-    assert questions._run(command) == (3, "1\n", "2\n")
+    assert questions._run(command, NO_FILES) == (3, "1\n", "2\n")
     later = [questions.ask(b'{"tokens": [1]}', lambda *said: Response(said[0])) for _ in range(2)]
     assert {one.executor for one in later} == {questions._executor} and questions._executor._max_workers == 1
     hangs = [sys.executable, "-Sc", "import time; print(flush=True); time.sleep(60)"]
-    running = questions._executor.submit(questions._run, hangs)
+    running = questions._executor.submit(questions._run, hangs, NO_FILES)
     while questions._running is None:
         time.sleep(0.001)
     questions.close()
     assert running.result(0)[0] == -signal.SIGKILL
     monkeypatch.setattr(questions_module, "_SECONDS", 0.0)
     with pytest.raises(subprocess.TimeoutExpired):
-        questions._run(hangs)
+        questions._run(hangs, NO_FILES)
 
 
 def test_an_engine_that_goes_away_is_said(tmp_path: Path, short_path: Path) -> None:

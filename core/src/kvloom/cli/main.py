@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import os
+import signal
 import sys
 from typing import Annotated
 
@@ -81,8 +82,10 @@ def _add_missing(commands: typer.Typer, verb: str, registry: Registry) -> None:
 
 
 def main() -> None:
-    """Run it. Exit status: 1 for an error, 2 for one in the configuration or the command line."""
+    """Run it. Exit status: 1 for an error, 2 for one in the configuration or the command line, 143 after SIGTERM."""
     _open_streams()
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # which would leave a verb's files and processes behind
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     completing = "_KVLOOM_COMPLETE" in os.environ  # by the shell, for words that are not in sys.argv
     try:
         try:

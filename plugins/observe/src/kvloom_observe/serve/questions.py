@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..http_messages import RequestError, Response
 from ..http_server import Later
@@ -45,30 +45,27 @@ class Questions:
         self._executor.shutdown(cancel_futures=True)
 
     def _looked(self, tokens: list[int], salts: list[str], answered: Answered) -> Response:
-        # In files, which other users cannot read, and not in the command, which they see.
-        with (
-            tempfile.NamedTemporaryFile("w", suffix=".json") as prompt,
-            tempfile.NamedTemporaryFile("w", suffix=".json") as others,
-        ):
+        # In files without a name, which go with this process, and not in the command, which other users see.
+        with tempfile.TemporaryFile("w") as prompt, tempfile.TemporaryFile("w") as others:
             for file, content in ((prompt, tokens), (others, salts)):
                 json.dump(content, file)
-                file.flush()
+                file.seek(0)
             command = [
-                sys.executable, "-P", "-m", "kvloom", "why", str(self._config), "--tokens", prompt.name,
-                "--spec", str(self._spec), "--json", "--salts", others.name,
+                sys.executable, "-P", "-m", "kvloom", "why", str(self._config), "--tokens", _path(prompt),
+                "--spec", str(self._spec), "--json", "--salts", _path(others),
             ]  # fmt: skip
             try:
-                code, out, err = self._run(command)
+                code, out, err = self._run(command, (prompt.fileno(), others.fileno()))
             except subprocess.TimeoutExpired:
                 return answered(504, {"error": f"no answer within {_SECONDS} s"})
         if code:
             return answered(400, {"error": (err.strip().splitlines() or ["failed"])[-1]})
         return answered(200, json.loads(out))
 
-    def _run(self, command: list[str]) -> tuple[int, str, str]:
-        """Exit status, stdout and stderr. Raises TimeoutExpired."""
+    def _run(self, command: list[str], files: tuple[int, int]) -> tuple[int, str, str]:
+        """Exit status, stdout and stderr. Raises TimeoutExpired. files: descriptors that the process inherits."""
         none, pipe = subprocess.DEVNULL, subprocess.PIPE
-        with subprocess.Popen(command, stdin=none, stdout=pipe, stderr=pipe, text=True) as child:
+        with subprocess.Popen(command, stdin=none, stdout=pipe, stderr=pipe, text=True, pass_fds=files) as child:
             self._running = child
             try:
                 out, err = child.communicate(timeout=_SECONDS)
@@ -78,6 +75,10 @@ class Questions:
             finally:
                 self._running = None
         return child.returncode, out, err
+
+
+def _path(file: IO[str]) -> str:
+    return f"/dev/fd/{file.fileno()}"
 
 
 def parsed(body: bytes) -> tuple[list[int], list[str]]:
