@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import signal
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
