@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,7 +14,8 @@ from core_support import CHUNK, SPEC, Gate, Shelf, eventually, kv_of, tokens_of
 
 from kvloom import BackendError, ConfigError, Engine, Registry
 from kvloom.builtin.plain import PlainConnector
-from kvloom.engine import builder
+from kvloom.config import components as config_components
+from kvloom.engine import opening
 from kvloom.telemetry.events import EventBus
 
 MEMORY = {"type": "memory", "capacity": "1MiB"}
@@ -156,7 +158,7 @@ def test_a_store_that_hangs_while_it_is_opened_is_named_and_closed_later(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, closed = Gate(), list[object]()
-    monkeypatch.setattr(builder, "OPENING_SECONDS", 0.05)
+    monkeypatch.setattr(opening, "OPENING_SECONDS", 0.05)
     monkeypatch.setattr(Shelf, "check_writable", lambda shelf: gate("check_writable", ""))
     monkeypatch.setattr(Shelf, "close", lambda shelf: closed.append(shelf))
     with pytest.raises(ConfigError, match=r"tiers\.1: did not open within 0\.05 s; see whether"):
@@ -164,6 +166,21 @@ def test_a_store_that_hangs_while_it_is_opened_is_named_and_closed_later(
     assert not closed
     gate.open()
     assert eventually(lambda: len(closed) == 1)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "serializer", "observer"])
+def test_a_component_that_hangs_while_it_is_opened_is_named(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    gate, name = Gate(), {"tokens": "chunked", "serializer": "raw", "observer": "log"}[kind]
+    monkeypatch.setattr(opening, "OPENING_SECONDS", 0.05)
+    hangs = type("Hangs", (registry.get(kind, name),), {"__init__": lambda *_, **__: gate(kind, "")})
+    monkeypatch.setattr(config_components.Choice, "cls", property(lambda it: hangs if it.type == name else it.load()))
+    config = {"connector": "plain", "tiers": ["memory", SHELF], "observers": ["log"]}
+    at = {"tokens": "tokens", "serializer": "tiers.1.serializer", "observer": "observers.0"}[kind]
+    with pytest.raises(ConfigError, match=rf"^{re.escape(at)}: did not open within 0\.05 s; see whether"):
+        Engine.open(config, SPEC, registry=registry)
+    gate.open()
 
 
 def test_what_was_opened_is_closed_if_the_sibling_cannot_be(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -52,6 +53,7 @@ __all__ = [
     "at_once",
     "chunk_key",
     "identity",
+    "in_time",
     "opened",
     "pool_bytes",
     "stored",
@@ -185,12 +187,13 @@ def opened(choice: TierChoice, spec: KVSpec | None = None, *, threads: int = 1, 
     """
     assert choice.backend is not None
     place = getattr(choice.backend.config, "path", None)
-    if not made and isinstance(place, Path) and not _exists(choice, place):
-        text = f"there is no directory {str(place)!r}: nothing was stored there yet, or the path is wrong"
-        raise ConfigError(f"{choice.path}.path", text)
     make, seconds = choice.backend.make, choice.deadline
     # A call that hangs may have every thread; closing gets one of its own, and the process does not wait for it.
     with _workers(choice, threads) as workers, _workers(choice, 1) as closing:
+        looks = partial(_exists, choice, place) if not made and isinstance(place, Path) else None
+        if looks is not None and not workers.run(looks, seconds=seconds):
+            text = f"there is no directory {str(place)!r}: nothing was stored there yet, or the path is wrong"
+            raise ConfigError(f"{choice.path}.path", text)
         backend: StorageBackend = workers.run(lambda: make(spec), seconds=seconds)
         try:
             yield Store(choice, backend, workers)
@@ -204,6 +207,12 @@ def _exists(choice: TierChoice, place: Path) -> bool:
         return place.expanduser().exists()
     except OSError as error:
         raise ConfigError(f"{choice.path}.path", f"cannot look at {place}: {error.strerror}") from error
+
+
+def in_time(choice: TierChoice, function: Callable[[], T]) -> T:
+    """Run a function that looks at a tier's place, which may hang. Raises BackendError after the tier's deadline."""
+    with _workers(choice, 1) as workers:
+        return workers.run(function, seconds=choice.deadline)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -13,6 +14,7 @@ from kvloom.contracts.connector import GPUConnector
 from kvloom.contracts.tokens import TokenDatabase
 from kvloom.engine.blending import Blending
 from kvloom.engine.builder import asked_only, build_stack
+from kvloom.engine.opening import in_time
 from kvloom.pipeline.stack import Stack
 from kvloom.plugins.registry import Registry
 from kvloom.runtime import Runtime, SystemRuntime
@@ -71,10 +73,10 @@ def open_components(
     choices = resolved.tiers if moves else asked_only(resolved.tiers)
     told = [choice for choice in resolved.observers if moves or not choice.cls.sees_chunks]
     connector = kept(made, resolved.connector.make(spec))
-    tokens = kept(made, resolved.tokens.make(spec))
+    tokens = kept(made, in_time("tokens", partial(resolved.tokens.make, spec), runtime))
     layout = Layout(connector.format, spec.torch_dtype, connector.shape)
     blending = kept(made, Blending.make(resolved.blend, spec)) if resolved.blend and moves else None
-    observers = [kept(made, choice.make(spec)) for choice in told]
+    observers = [kept(made, in_time(choice.path, partial(choice.make, spec), runtime)) for choice in told]
     events = kept(made, EventBus(observers, runtime, blamed=[choice.blamed for choice in told]))
     stack = build_stack(
         choices, spec, layout, layout.nbytes(connector.shape(config.chunk_tokens)), registry=registry,

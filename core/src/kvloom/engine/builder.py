@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from kvloom.config import EngineConfig, TierChoice, resolve, same_store
 from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import StorageBackend
+from kvloom.engine.opening import in_time
 from kvloom.errors import ConfigError
 from kvloom.format import envelope
 from kvloom.keys import salt_tag
@@ -21,7 +21,7 @@ from kvloom.memory import Pool, pages_of
 from kvloom.memory.pages import settle_threads
 from kvloom.pipeline.stack import Stack
 from kvloom.plugins.registry import Registry
-from kvloom.runtime import NoThreadError, Runtime, SystemRuntime, Workers
+from kvloom.runtime import Runtime, SystemRuntime
 from kvloom.telemetry.events import EventBus
 from kvloom.telemetry.timed_serializer import TimedSerializer
 from kvloom.tiers.memory.tier import MemoryTier
@@ -33,8 +33,6 @@ log = logging.getLogger(__name__)
 
 STAGING_BYTES = 1 << 30
 """Bytes in the pool of an engine without a memory tier, which holds chunks only while they move."""
-OPENING_SECONDS = 60.0
-"""The least that a store may take to open: some join a cluster then, or register memory."""
 
 
 def build_stack(
@@ -76,7 +74,8 @@ def build_stack(
             try:
                 serializers = _serializers(choice, spec, layout.format, raw, runtime, exact_only=exact_only)
                 policy = _policy(choice, exact_only=exact_only)
-                backend = _opened_in_time(choice, partial(_opened, choice, spec, places, pool), runtime)
+                opening = partial(_opened, choice, spec, places, pool)
+                backend = in_time(choice.path, opening, runtime, seconds=choice.deadline)
             except ConfigError as error:  # the other tiers may have mistakes too
                 wrong.append(error)
                 continue
@@ -96,30 +95,6 @@ def build_stack(
         Stack(memory, stored, layout, events, runtime).close()
         raise
     return Stack(memory, stored, layout, events, runtime)
-
-
-def _opened_in_time(choice: TierChoice, opening: Callable[[], StorageBackend], runtime: Runtime) -> StorageBackend:
-    """Run `opening`. Raises ConfigError if it hangs, as with a file system of a server that is gone."""
-    if not isinstance(runtime, SystemRuntime):
-        return opening()  # a simulation has threads of its own
-    workers = Workers(runtime, name=f"kvloom-{choice.name}-open", threads=1)
-    seconds = max(OPENING_SECONDS, choice.deadline)
-    try:
-        call = workers.submit(opening, seconds=seconds, discard=_close_quietly)
-    except NoThreadError:
-        return opening()
-    in_time = call.wait()
-    workers.close(1.0 if in_time else 0.0)
-    if in_time:
-        return call.result()
-    call.cancel()  # what is opened later is closed then
-    text = f"did not open within {seconds:g} s; see whether its server or file system answers"
-    raise ConfigError(choice.path, text)
-
-
-def _close_quietly(backend: StorageBackend) -> None:
-    with suppress(Exception):  # nobody is there to be told
-        backend.close()
 
 
 def _opened(
@@ -198,7 +173,7 @@ def _serializers(
 ) -> list[Serializer]:
     assert choice.serializer is not None
     path = f"{choice.path}.serializer"
-    serializer = choice.serializer.make(spec)
+    serializer = in_time(path, partial(choice.serializer.make, spec), runtime)
     assert isinstance(serializer, Serializer)
     if format not in serializer.formats:
         takes = ", ".join(sorted(one.name for one in serializer.formats))

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from kvloom import BackendError, ConfigError, KVLoomError, output
+from kvloom import BackendError, ConfigError, KVLoomError, inspection, output
 
 if TYPE_CHECKING:
     from kvloom import KVSpec
@@ -89,17 +89,10 @@ def for_a_try(choice: TierChoice) -> Iterator[TierChoice]:
     """The tier; where its directory is not there yet, one like it in a directory beside that is gone afterwards."""
     assert choice.backend is not None
     place = getattr(choice.backend.config, "path", None)
-    # A link that leads nowhere is there: the engine makes nothing beside it.
-    if not (isinstance(place, Path) or (isinstance(place, str) and os.sep in place)) or os.path.lexists(
-        Path(place).expanduser()
-    ):
-        yield choice
-        return
-    path = Path(place).expanduser()
-    there = next(parent for parent in path.parents if os.path.lexists(parent))
-    try:
-        scratch = tempfile.mkdtemp(dir=there, prefix=".kvloom-try-")
-    except OSError:  # opening the tier fails too, and says why
+    named = isinstance(place, Path) or (isinstance(place, str) and os.sep in place)
+    path = Path(str(place)).expanduser() if named else Path()
+    scratch = inspection.in_time(choice, lambda: _beside(path)) if named else None
+    if place is None or scratch is None:
         yield choice
         return
     try:
@@ -107,3 +100,14 @@ def for_a_try(choice: TierChoice) -> Iterator[TierChoice]:
         yield replace(choice, backend=replace(choice.backend, config=config))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _beside(path: Path) -> str | None:
+    """A new directory in the nearest parent of `path` that is there; None if `path` is there, or none can be made."""
+    if os.path.lexists(path):  # also a link that leads nowhere: the engine makes nothing beside it
+        return None
+    there = next(parent for parent in path.parents if os.path.lexists(parent))
+    try:
+        return tempfile.mkdtemp(dir=there, prefix=".kvloom-try-")
+    except OSError:  # opening the tier fails too, and says why
+        return None
