@@ -206,9 +206,14 @@ def test_a_file_that_is_cut_short_counts_up_to_there(tmp_path: Path) -> None:
         ((*KIB, "--salt", "a=b"), "--salt: 'b' should be the number of a salt"),
         ((*KIB, "--chart", "chart.gif"), "--chart: 'chart.gif' should end in .png or .svg"),
         ((*KIB, "--chart", "nowhere/chart.png"), "--chart: there is no directory 'nowhere'; make it"),
+        ((*KIB, "--chart", "folder.png", "--force"), "--chart: folder.png cannot be written; choose another name"),
     ],
 )
-def test_replay_refuses(tmp_path: Path, arguments: tuple[object, ...], problem: str) -> None:
+def test_replay_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[object, ...], problem: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder.png").mkdir()
     trace = mooncake(tmp_path / "trace.jsonl", (512, [1]))
     error = replay(trace, memory(tmp_path, 9), *arguments, status=2)
     assert problem in error and error.count("\n") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -268,6 +269,8 @@ def check_chart(path: Path, *, force: bool) -> None:
         raise ConfigError("--chart", f"there is no directory {str(path.parent)!r}; make it")
     if path.exists() and not force:
         raise ConfigError("--chart", f"{path} exists already; choose another name, or overwrite it with --force")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError("--chart", f"{path} cannot be written; choose another name")
     if find_spec("matplotlib") is None:
         raise ConfigError("--chart", "matplotlib is not installed; pip install matplotlib, or leave --chart out")
 
