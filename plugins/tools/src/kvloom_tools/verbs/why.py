@@ -17,8 +17,8 @@ import typer
 
 from kvloom import ConfigError, output
 from kvloom_tools.configuration import File, load
-from kvloom_tools.model import Keys, read_json, read_spec, recorded, tokenized
-from kvloom_tools.stores import answers, reachable, say_left_out
+from kvloom_tools.model import Keys, read_json, read_spec, recorded, records_of, tokenized
+from kvloom_tools.stores import reachable, say_left_out
 
 if TYPE_CHECKING:
     import torch
@@ -65,11 +65,9 @@ def add(commands: typer.Typer) -> None:
         if fingerprint is not None:
             with ExitStack() as stack:
                 opened, failed = reachable(resolved, None, stack, made=False)
-                told = answers(opened, failed, lambda store: store.records())
+                records = records_of(opened, failed)
                 say_left_out(failed)
-                _print_differences(
-                    {name: record for _, records in told for name, record in records.items()}, fingerprint
-                )
+                _print_differences(records, fingerprint)
             return
         prompt = _prompt(tokens, text, tokenizer)
         given = None if spec is None else read_spec(spec)
