@@ -226,6 +226,19 @@ def test_of_several_configurations_the_wrong_one_is_named(tmp_path: Path) -> Non
     assert error.startswith(f"kvloom: {wrong}: tiers.0.capacity: should be a size")
 
 
+def test_a_line_of_more_chunks_than_can_be_kept_is_broken(tmp_path: Path) -> None:
+    whole = {"timestamp": 1, "input_length": 1 << 18, "hash_ids": [1], "chunk_tokens": 1 << 18, "salt": 0}
+    longer = {**whole, "hash_ids": [2, 3], "input_length": (1 << 18) + 1}
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in (whole, longer)))
+    small = config(tmp_path / "small.yaml", {"type": "memory"}, chunk=1)
+    big = config(tmp_path / "big.yaml", {"type": "memory"}, chunk=2)
+    about = replay(trace, big, small, *KIB)["trace"]
+    assert (about["requests"], about["broken"], about["first_broken"][0]["line"]) == (1, 1, 2)
+    assert about["first_broken"][0]["why"] == "hash_ids: 262145 chunks of 1 tokens; at most 262144 are replayed"
+    assert replay(trace, big, *KIB)["trace"]["requests"] == 2
+
+
 def test_replay_of_no_file_is_one_line(tmp_path: Path) -> None:
     error = replay(tmp_path / "none.jsonl", memory(tmp_path, 9), *KIB, status=2)
     assert error == f"kvloom: {tmp_path}/none.jsonl: cannot be read: No such file or directory\n"
