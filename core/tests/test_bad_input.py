@@ -181,6 +181,13 @@ def test_a_dtype_that_no_kv_has(dtype: Any) -> None:
         KVSpec(model="m", num_layers=1, num_kv_heads=1, head_size=1, dtype=dtype)
 
 
+def test_a_number_of_ranks_that_no_model_has() -> None:
+    """As a record or a file of a spec may say: keys are made for each."""
+    assert len(replace(SPEC, world_size=4096).other_ranks()) == 4095
+    with pytest.raises(ValueError, match=r"KVSpec\.world_size must be at most 4096, not 1000000000"):
+        replace(SPEC, world_size=10**9)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_is_one_of_torchs(dtype: str) -> None:
     spec = KVSpec(model="m", num_layers=1, num_kv_heads=1, head_size=1, dtype=dtype)
