@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 NO_LIMIT = "without limits"
 _MOST_BYTES = 1 << 40
 """Largest size of the KV of one token: no model comes near."""
+_MOST_DIGITS = 18
+"""Of a number on the command line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +244,7 @@ def integers(options: Sequence[str], option: str) -> dict[str, int]:
     """`team-a=0`. Raises ConfigError."""
     found = {}
     for name, text in _pairs(options, option, "team-a=0"):
-        if not text.isdecimal():
+        if not text.isdecimal() or len(text) > _MOST_DIGITS:
             raise ConfigError(option, f"{text!r} should be the number of a salt in the trace")
         found[name] = int(text)
     return found

@@ -204,8 +204,9 @@ def _line(text: bytes, block_tokens: int, chunk_tokens: int | None) -> Line:
     if (len(ids) - 1) * block_tokens >= max(length, 1):
         raise ValueError(f"hash_ids: {len(ids)} blocks of {block_tokens} are more than {length} tokens")
     chunks = min(length, len(ids) * block_tokens) // (chunk_tokens or block_tokens)
-    if chunks > max(len(ids), _MOST_CHUNKS):
-        raise ValueError(f"hash_ids: {chunks} chunks of {chunk_tokens} tokens; at most {_MOST_CHUNKS} are replayed")
+    most = max(len(ids), min(_MOST_CHUNKS, _MOST_PARTS * len(ids)))
+    if chunks > most:
+        raise ValueError(f"hash_ids: {chunks} chunks of {chunk_tokens} tokens; of {len(ids)} blocks at most {most}")
     if not own:
         if len(ids) < length // block_tokens:
             raise ValueError(f"hash_ids: {len(ids)} blocks of {block_tokens} are fewer than {length} tokens")
@@ -217,6 +218,8 @@ def _line(text: bytes, block_tokens: int, chunk_tokens: int | None) -> Line:
 _INTEGERS = {int}
 _MOST_TOKENS = 1 << 31
 _MOST_BLOCK_TOKENS = 1 << 20
+_MOST_PARTS = 1 << 10
+"""So many chunks of a block, at most: one of 8,192 tokens in chunks of 16 has half."""
 _MOST_CHUNKS = 1 << 18
 """So many chunks of a line, at most, where they are parts of its blocks: 4 million tokens in chunks of 16. Each takes
 some 200 bytes in each configuration, and a line of 40 bytes may have a thousand million tokens."""
