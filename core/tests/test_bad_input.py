@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 from core_support import SPEC, Shelf
+from pydantic import Field
 
-from kvloom import ConfigError, Engine, EngineConfig, KVSpec, Registry, hookimpl
+from kvloom import ByteSize, Config, ConfigError, Engine, EngineConfig, KVSpec, Registry, hookimpl, validated
 from kvloom.builtin.chunked import ChunkedTokenDatabase
 from kvloom.builtin.plain import PlainConnector
 from kvloom.config import resolve
@@ -35,6 +36,25 @@ def refused(source: Any) -> str:
 def test_an_absurd_capacity(type_: str, capacity: Any, shown: str) -> None:
     problem = refused({"tiers": [{"type": type_, "capacity": capacity}]})
     assert problem == f"tiers.0.capacity: should be at most 1PiB, not {shown}; check the unit"
+
+
+@pytest.mark.parametrize("type_", ["memory", "dict"])
+def test_a_size_of_hundreds_of_digits(type_: str) -> None:
+    problems = refused({"tiers": [{"type": type_, "capacity": 10**400, "quota": {"a": 10**400}}]}).splitlines()
+    assert problems == [
+        "tiers.0.capacity: should be at most 1PiB; check the unit",
+        "tiers.0.quota.a: should be at most 1PiB; check the unit",
+    ]
+
+
+@pytest.mark.parametrize("size", ["2PiB", 10**400, "1" + 400 * "0"], ids=["2PiB", "number", "text"])
+def test_an_absurd_size_in_the_settings_of_a_plugin(size: Any) -> None:
+    class Settings(Config):
+        room: ByteSize = Field(ByteSize(1), ge=1)
+
+    with pytest.raises(ConfigError, match="dict: room: should be at most 1PiB"):
+        validated(Settings, {"room": size}, at="dict")
+    assert validated(Settings, {"room": "1PiB"}, at="dict").room == 2**50
 
 
 def test_the_largest_capacity() -> None:
@@ -159,6 +179,13 @@ def test_an_index_that_cannot_be_opened_leaves_nothing_open(
 def test_a_dtype_that_no_kv_has(dtype: Any) -> None:
     with pytest.raises(ValueError, match=r"^KVSpec\.dtype must be one of float64, .*, uint8, not "):
         KVSpec(model="m", num_layers=1, num_kv_heads=1, head_size=1, dtype=dtype)
+
+
+def test_a_number_of_ranks_that_no_model_has() -> None:
+    """As a record or a file of a spec may say: keys are made for each."""
+    assert len(replace(SPEC, world_size=4096).other_ranks()) == 4095
+    with pytest.raises(ValueError, match=r"KVSpec\.world_size must be at most 4096, not 1000000000"):
+        replace(SPEC, world_size=10**9)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

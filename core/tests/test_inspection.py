@@ -52,6 +52,26 @@ def test_blobs_headers_records_and_evictions(resolved: inspection.Resolved, tmp_
         assert [key for key, _ in found] == keys and not any(isinstance(one, Exception) for _, one in found)
 
 
+def test_of_many_or_long_records_some_are_left_out_and_counted(resolved: inspection.Resolved, tmp_path: Path) -> None:
+    """Anybody who may write to a store may put records there, and JSON takes much more memory than text."""
+    fingerprint = fill(tmp_path, 1)
+    made = json.dumps({"identity": {}, "spec": {}, "more": [[]] * 15_000}).encode()
+    with inspection.opened(*inspection.stored(resolved)) as store:
+        store.backend.put("spec/odd.json", [made])
+        store.backend.put(f"spec/{'ab' * 16}.json", [made + b" " * 30_000])
+        records = store.records()
+        assert set(records) == {fingerprint} and records.left_out == 1
+        for number in range(100):
+            store.backend.put(f"spec/{number:032x}.json", [made])
+        records = store.records()
+        assert len(records) + records.left_out == 102 and len(records) * len(made) < 5 << 20
+        assert all(set(record) == {"identity", "spec"} for record in records.values())
+        for number in range(1100):
+            store.backend.put(f"spec/{number:032x}.json", [b'{"identity": {}, "spec": {}}'])
+        records = store.records()
+        assert len(records) <= 1024 and len(records) + records.left_out == 1102
+
+
 def test_errors_name_the_tier(resolved: inspection.Resolved, tmp_path: Path) -> None:
     (choice,) = inspection.stored(resolved)
     with inspection.opened(choice) as store, pytest.raises(BackendError, match="tier disk: ZeroDivisionError"):

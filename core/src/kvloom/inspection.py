@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ __all__ = [
     "Evictions",
     "MemoryBlock",
     "Protection",
+    "Records",
     "Resolved",
     "SerializerBlock",
     "Sketch",
@@ -67,10 +69,23 @@ RECORDS = "spec/"
 """Prefix of the records in a tier: for each fingerprint, the values that it is a digest of."""
 
 _RUNTIME = SystemRuntime()
-_RECORD_BYTES = 256 << 10
-"""Maximum size of a record, many times that of ours."""
+_RECORD_NAME = re.compile(rf"{RECORDS}([0-9a-f]{{32}})\.json")
+_RECORD_BYTES = 64 << 10
+"""Maximum size of a record. Ours have some KiB; one with eight adapters and the factors of a LongRoPE for each of two
+kinds of layers has 24."""
+_RECORDS_BYTES = 4 << 20
+"""Maximum size of all that are read of a store. As JSON values they may take 25 times as much."""
+_LEAST_RECORD_BYTES = 4 << 10
+"""A smaller one counts as this many, so that the number of records has a bound, too."""
 _BATCH = 1000
 """Entries of a listing that must arrive within one deadline."""
+
+
+class Records(dict[str, dict[str, Any]]):
+    """Records of models, `{"identity": ..., "spec": ...}`, by fingerprint."""
+
+    left_out: int = 0
+    """The number of records that were not read: they are too long, or there are too many before them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +131,23 @@ class Store:
             if key is not None:
                 yield key, entry
 
-    def records(self) -> dict[str, dict[str, Any]]:
-        """Read the records of models: `{"identity": ..., "spec": ...}` by fingerprint. Others are left out."""
-        found = {}
+    def records(self) -> Records:
+        """Read the records of models. What is no record is not among them."""
+        found, room = Records(), _RECORDS_BYTES
         for entry in self.entries(RECORDS):
-            name = entry.key
-            if entry.bytes > _RECORD_BYTES:  # which says little: a file with holes takes up less than it is long
+            name = _RECORD_NAME.fullmatch(entry.key)
+            if name is None:
                 continue
-            blob = self._record(name, _RECORD_BYTES)
-            record = None if blob is None else _parsed(bytes(blob))
+            # The size says little: a file with holes takes up less than it is long.
+            fits = room > 0 and entry.bytes <= _RECORD_BYTES
+            blob = self._record(entry.key, _RECORD_BYTES) if fits else None
+            if blob is None:
+                found.left_out += 1
+                continue
+            room -= max(len(blob), _LEAST_RECORD_BYTES)
+            record = _parsed(bytes(blob))
             if record is not None:
-                found[name.removeprefix(RECORDS).removesuffix(".json")] = record
+                found[name[1]] = record
         return found
 
     def evictions(self) -> Evictions | None:
@@ -293,4 +314,4 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
         return None
     whole = isinstance(record, dict) and all(isinstance(record.get(part), dict) for part in ("identity", "spec"))
     named = whole and all(isinstance(record["spec"].get(name, ""), str) for name in ("model", "revision"))
-    return record if named else None
+    return {part: record[part] for part in ("identity", "spec")} if named else None

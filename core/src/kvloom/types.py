@@ -22,6 +22,8 @@ DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_
 """The dtypes that KV may have, by torch's names."""
 
 _MOST = 1 << 31
+_MOST_RANKS = 1 << 12
+"""What needs every rank makes a spec and keys of each."""
 
 EXACT = "exact"
 """The fidelity of KV that equals, bit for bit, what the engine computed."""
@@ -207,6 +209,8 @@ class KVSpec:
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value < _MOST:
                 raise ValueError(f"KVSpec.{name} must be a whole number of at least 1, not {value!r}")
+        if self.world_size > _MOST_RANKS:
+            raise ValueError(f"KVSpec.world_size must be at most {_MOST_RANKS}, not {self.world_size}")
         for name in ("model", "revision", "kv_quantization"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"KVSpec.{name} must be a string, not {getattr(self, name)!r}")

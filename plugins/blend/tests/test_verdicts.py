@@ -51,7 +51,7 @@ def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         file.write_text(text)
         with pytest.raises(ConfigError, match="is no file of verdicts"):
             verdicts.check(file, SPEC, "epic/0.1")
-    for made in ({"epic/0.1": {}}, {"epic/0.1": []}, {"epic/0.1": {"failed": 1}}):
+    for made in ({"epic/0.1": {}}, {"epic/0.1": []}, {"epic/0.1": {"failed": 1}}, [[1, 2]], [["epic/0.1", GOOD]]):
         verdicts.save(file, SPEC, made)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="is no file of verdicts"):
             verdicts.check(file, SPEC, "epic/0.1")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvloom import KVLoomError
-from kvloom_eval.scores.rows import Rows
+from kvloom_eval.scores.rows import Rows, check
 
 ABOUT = {"model": "small", "seed": 0}
 
@@ -28,6 +28,7 @@ def test_a_row_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     Rows(file, ABOUT).add([row(1), row(2)])
     file.write_text(file.read_text()[:-10])
+    check(file, ABOUT)
     again = Rows(file, ABOUT)
     assert len(again) == 1
     again.add([row(2)])
@@ -40,15 +41,19 @@ def test_a_header_that_was_cut_off_is_written_again(tmp_path: Path) -> None:
     header = file.read_text()
     for size in (0, 5, len(header) - 1):
         file.write_text(header[:size])
+        check(file, ABOUT)
         Rows(file, ABOUT).add([row(1)])
         assert len(Rows(file, ABOUT)) == 1
 
 
 def test_what_is_no_file_of_rows_is_refused(tmp_path: Path) -> None:
-    for data in (b"\xff\xfe\n", b'{"about": [1]}\n', b'{"about": {}}\n[]\n'):
+    rows = [b"[]", b'{"item": 5, "by": "x"}', b'{"item": "a/1"}', b'{"item": "a/one", "by": "x"}', 9**5 * b"["]
+    headers = [b"\xff\xfe\n", b"something", b"{}\n", b'{"about": [1]}\n', b'{"about": {} or so\n', 9**5 * b"[" + b"\n"]
+    for data in (*headers, *(b'{"about": {"model": "small", "seed": 0}}\n%s\n' % row for row in rows)):
         (tmp_path / "rows.jsonl").write_bytes(data)
-        with pytest.raises(KVLoomError, match="no file of rows"):
-            Rows(tmp_path / "rows.jsonl", ABOUT)
+        for read in (check, Rows):
+            with pytest.raises(KVLoomError, match="no file of rows"):
+                read(tmp_path / "rows.jsonl", ABOUT)
         assert (tmp_path / "rows.jsonl").read_bytes() == data
     for place in (tmp_path, tmp_path / "rows.jsonl" / "rows.jsonl"):
         with pytest.raises(KVLoomError, match="--out"):

@@ -77,6 +77,8 @@ def test_an_engine_that_closes_takes_its_figures_and_the_last_one_the_port(tmp_p
     block = {"type": "prometheus", "port": port_of(one)}
     two = opened(tmp_path / "2", block, instance_id="one")
     assert {dict(labels)["engine"] for _, labels in scrape(block["port"])} == {"one", "one-2"}
+    with opened(tmp_path / "3", block, instance_id="one-2"):
+        assert {dict(labels)["engine"] for _, labels in scrape(block["port"])} == {"one", "one-2", "one-2-2"}
     one.close()
     assert {dict(labels)["engine"] for _, labels in scrape(block["port"])} == {"one"}
     two.close()

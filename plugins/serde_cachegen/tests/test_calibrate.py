@@ -237,9 +237,12 @@ def test_a_place_that_cannot_be_written_to_is_no_matter_of_minutes(
     calibrate: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvloom_serde_cachegen.calibration.command._calibrate", None)
+    Path("folder").mkdir()
+    unable = calibrate("--text", __file__, "--out", "folder", "--force")
     monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK)
-    done = calibrate("--text", __file__, "--out", "here")
-    assert done.exit_code == 2 and "--out" in done.output and "cannot be written to" in " ".join(done.output.split())
+    for done in (unable, calibrate("--text", __file__, "--out", "here")):
+        assert done.exit_code == 2 and "--out" in done.output
+        assert "cannot be written to" in " ".join(done.output.split())
 
 
 @needs_transformers

@@ -36,7 +36,7 @@ def test_a_models_name_does_not_steer_the_terminal(rack: Path) -> None:
     blobs = Rack.racks["one"]
     (name,) = [key for key in blobs if key.startswith("spec/")]
     record = json.loads(blobs[name])
-    record["spec"] |= {"model": ESCAPES, "revision": "r" * 100_000}
+    record["spec"] |= {"model": ESCAPES, "revision": "r" * 50_000}
     blobs[name] = json.dumps(record).encode()
     done = run("stat", rack)
     assert not acts(done.out + done.err) and "EVIL" in done.out and len(done.out) < 10_000
@@ -77,10 +77,14 @@ def test_a_record_that_is_none_is_passed_over(rack: Path, content: bytes) -> Non
 def test_a_record_that_is_too_long_is_not_read(rack: Path) -> None:
     fill(rack, 2)
     long = f"spec/{'ab' * 16}.json"
-    Rack.racks["one"][long] = json.dumps({"identity": {}, "spec": {"model": "x" * 300_000}}).encode()
+    Rack.racks["one"][long] = json.dumps({"identity": {}, "spec": {"model": "x" * 70_000}}).encode()
     read: list[str] = []
     Rack.before["one"] = lambda verb, key: read.append(key) if verb == "get" else None
-    assert SPEC.model in run("stat", rack).out
+    done = run("stat", rack)
+    assert SPEC.model in done.out and "kvloom: tier rack: 1 records of models are not read" in done.err
+    assert run("stat", rack, "--json").json[0]["records_left_out"] == 1
+    (own,) = [key.removeprefix("spec/") for key in Rack.racks["one"] if key != long and key.startswith("spec/")]
+    assert "1 records of models are not read" in run("why", rack, "--fingerprint", own[:8]).err
     assert long not in read and read
 
 

@@ -204,11 +204,17 @@ def test_a_file_that_is_cut_short_counts_up_to_there(tmp_path: Path) -> None:
         ((*KIB, "--capacity", "8GiB"), "--capacity: '8GiB' should be like memory=8GiB,16GiB"),
         ((*KIB, "--ratio", "memory=0"), "--ratio: '0' should be a number"),
         ((*KIB, "--salt", "a=b"), "--salt: 'b' should be the number of a salt"),
+        ((*KIB, "--salt", f"a={5000 * '9'}"), "should be the number of a salt"),
         ((*KIB, "--chart", "chart.gif"), "--chart: 'chart.gif' should end in .png or .svg"),
         ((*KIB, "--chart", "nowhere/chart.png"), "--chart: there is no directory 'nowhere'; make it"),
+        ((*KIB, "--chart", "folder.png", "--force"), "--chart: folder.png cannot be written; choose another name"),
     ],
 )
-def test_replay_refuses(tmp_path: Path, arguments: tuple[object, ...], problem: str) -> None:
+def test_replay_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[object, ...], problem: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder.png").mkdir()
     trace = mooncake(tmp_path / "trace.jsonl", (512, [1]))
     error = replay(trace, memory(tmp_path, 9), *arguments, status=2)
     assert problem in error and error.count("\n") == 1
@@ -219,6 +225,25 @@ def test_of_several_configurations_the_wrong_one_is_named(tmp_path: Path) -> Non
     wrong.write_text("tiers: [{type: memory, capacity: much}]")
     error = replay(tmp_path / "trace.jsonl", memory(tmp_path, 9), wrong, *KIB, status=2)
     assert error.startswith(f"kvloom: {wrong}: tiers.0.capacity: should be a size")
+
+
+def test_a_line_of_more_chunks_than_can_be_kept_is_broken(tmp_path: Path) -> None:
+    def line(blocks: int, tokens: int) -> str:
+        ids = [*range(blocks)]
+        made = {"timestamp": 1, "input_length": blocks * tokens, "hash_ids": ids, "chunk_tokens": tokens, "salt": 0}
+        return json.dumps(made) + "\n"
+
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(line(256, 1024) + line(257, 1024) + line(1, 1026))
+    small = config(tmp_path / "small.yaml", {"type": "memory"}, chunk=1)
+    big = config(tmp_path / "big.yaml", {"type": "memory"}, chunk=2)
+    about = replay(trace, big, small, *KIB)["trace"]
+    assert (about["requests"], about["broken"]) == (1, 2)
+    assert [one["why"] for one in about["first_broken"]] == [
+        "hash_ids: 263168 chunks of 1 tokens; of 257 blocks at most 262144",
+        "hash_ids: 1026 chunks of 1 tokens; of 1 blocks at most 1024",
+    ]
+    assert replay(trace, big, *KIB)["trace"]["requests"] == 3
 
 
 def test_replay_of_no_file_is_one_line(tmp_path: Path) -> None:

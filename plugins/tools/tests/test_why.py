@@ -355,11 +355,17 @@ def test_a_fingerprint_is_told_from_the_others(tmp_path: Path) -> None:
     other = next(name for name, text in records.items() if '"model":"other"' in text)
     printed = " ".join(run("why", path, "--fingerprint", old[:8]).out.split())
     assert f"fingerprint {old}" in printed and other in printed
+    found = run("why", path, "--fingerprint", old[:8], "--json").json
+    assert found["fingerprint"] == old and found["left_out"] == {}
+    assert [one["fingerprint"] for one in found["others"]] == [other] and found["others"][0]["differs_in"]
     assert 'model is "other" there' in printed and 'revision is "abc" there, "old" here' in printed
     shutil.rmtree(tmp_path / "kv/spec")
     fill(path, 1, replace(SPEC, revision="old"))
     assert "the tiers have records of no other" in run("why", path, "--fingerprint", old[:8]).out
     assert "0 records begin with 'ffff'" in run("why", path, "--fingerprint", "ffff", status=2).err
+    for more in (("--tokens", path), ("--text", path), ("--spec", path), ("--salt", "a"), ("--verify",)):
+        refused = run("why", path, "--fingerprint", old[:8], *more, status=2).err
+        assert refused == "kvloom: --fingerprint: goes with --json alone; leave out what is said of a prompt\n"
 
 
 def test_what_is_cut_otherwise_under_other_names(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from kvloom.config.validation_errors import Origins
 from kvloom.contracts.component import ByteSize, Config, Duration
 from kvloom.redaction import masked
 
-_MAX_BYTES = 1 << 50
 _MAX_SECONDS = 10 * 366 * 86400.0
 
 
@@ -41,12 +40,6 @@ def _positive(value: Any) -> Any:
     return value
 
 
-def _plausible(value: ByteSize) -> ByteSize:
-    if value > _MAX_BYTES:
-        raise ValueError(f"should be at most 1PiB, not {value.human_readable()}; check the unit")
-    return value
-
-
 def _within_reason(value: float) -> float:
     if value > _MAX_SECONDS:
         raise ValueError(f"should be at most ten years, not {value} seconds; check the unit")
@@ -59,7 +52,7 @@ def _by_salt(value: Any) -> Any:
 
 
 Word = Annotated[StrictStr, StringConstraints(min_length=1)]
-Size = Annotated[ByteSize, BeforeValidator(no_bool), AfterValidator(_positive), AfterValidator(_plausible)]
+Size = Annotated[ByteSize, BeforeValidator(no_bool), AfterValidator(_positive)]
 TierName = Annotated[StrictStr, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")]
 Seconds = Annotated[Duration, BeforeValidator(no_bool), AfterValidator(_positive), AfterValidator(_within_reason)]
 Quota = Annotated[dict[StrictStr, Size], BeforeValidator(_by_salt), Field(min_length=1)]

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
+import pydantic
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic import ByteSize as ByteSize
+from pydantic_core import CoreSchema, core_schema
 
 from kvloom.redaction import masked
 from kvloom.types import KVSpec
@@ -29,7 +30,28 @@ def _parse_duration(value: Any) -> Any:
 
 
 Duration = Annotated[float, BeforeValidator(_parse_duration), Field(allow_inf_nan=False)]
-"""Seconds; YAML may say `250ms`, `30s`, `5m`, `6h`, `7d`. `ByteSize` does the same for `20GiB`."""
+"""Seconds; YAML may say `250ms`, `30s`, `5m`, `6h`, `7d`."""
+
+_MOST_BYTES = 1 << 50
+_MOST_SHOWN_BYTES = 1 << 70
+
+
+class ByteSize(pydantic.ByteSize):
+    """Bytes, at most 1PiB; YAML may say `20GiB`."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[Any], handler: pydantic.GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(
+            _plausible, super().__get_pydantic_core_schema__(source, handler)
+        )
+
+
+def _plausible(value: ByteSize) -> ByteSize:
+    if value > _MOST_BYTES:
+        # A number of hundreds of digits is no float, which it would be shown by.
+        shown = f", not {value.human_readable()}" if value < _MOST_SHOWN_BYTES else ""
+        raise ValueError(f"should be at most 1PiB{shown}; check the unit")
+    return value
 
 
 class Config(BaseModel):

@@ -95,7 +95,7 @@ class Stack:
     # -- all tiers -----------------------------------------------------------------------------------------------------
 
     def remove(self, keys: Sequence[ChunkKey]) -> None:
-        """Delete chunks everywhere. Every tier is asked; then raises the BackendError of the first that failed."""
+        """Delete chunks everywhere. Every tier is asked; then raises a BackendError with what each said that failed."""
         with self.memory.invalidations.removing(keys):
             self.memory.remove(keys)
             _each(self.stored, lambda tier: tier.remove(keys))
@@ -136,4 +136,4 @@ def _each(tiers: Sequence[StoredTier], do: Callable[[StoredTier], None]) -> None
         except BackendError as error:
             errors.append(error)
     if errors:
-        raise errors[0]
+        raise BackendError("; ".join(map(str, errors))) from errors[0]

@@ -77,6 +77,6 @@ def _loaded(file: Path) -> tuple[str, str, dict[str, Any]]:
     if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
         raise ValueError(file)
     made = json.loads(file.read_bytes())
-    if made["format"] != FORMAT:
+    if made["format"] != FORMAT or not isinstance(made["verdicts"], dict):
         raise ValueError(file)
-    return str(made["model"]), str(made["dtype"]), dict(made["verdicts"])
+    return str(made["model"]), str(made["dtype"]), made["verdicts"]

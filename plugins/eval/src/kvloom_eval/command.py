@@ -103,6 +103,9 @@ def _check_own(place: Path) -> None:
     there = [place / name for name in (*_WRITTEN, _ROWS) if os.path.lexists(place / name)]
     if there and not (place / _ROWS).is_file():
         raise KVLoomError(f"{there[0]} exists and is not from `kvloom eval`; name another folder with --out")
+    for each in there:
+        if not (each.is_file() and os.access(each, os.W_OK)):
+            raise KVLoomError(f"{each} exists and cannot be written to; name another folder with --out")
 
 
 def _about(name: str, plan: Plan, *, plain: bool, dtype: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvloom import BackendError, CorruptBlobError, KVLoomError, UnreadableBlobError, envelope, leading, output
 from kvloom.inspection import Store, at_once
-from kvloom_tools.model import Keys
+from kvloom_tools.model import Keys, records_of
 from kvloom_tools.stores import QUARANTINE, answers
 
 if TYPE_CHECKING:
@@ -291,8 +291,7 @@ def _places(
     keys, (salt, *others) = question.keys, question.salts
     for other in others:
         yield other, keys.fingerprint, OTHER_SALT, f"stored under another salt, {other!r}"
-    told = answers(opened, failed, lambda store: store.records())
-    for found, record in {name: record for _, records in told for name, record in records.items()}.items():
+    for found, record in records_of(opened, failed).items():
         if found != keys.fingerprint:
             text = "; ".join(differences(record["identity"], keys.identity)) or "another version of kvloom"
             yield salt, found, OTHER_FINGERPRINT, f"stored under another fingerprint, {found[:8]}: {text}"

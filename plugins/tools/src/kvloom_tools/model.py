@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvloom import ConfigError, text_of
+from kvloom import ConfigError, output, text_of
 
 MOST_BYTES = 64 << 20
 """Largest size of a file with a prompt or a spec."""
@@ -139,14 +139,11 @@ def recorded(
     failed: see `answers`. model: its name, where there are several. Raises ConfigError if there is none, or more than
     one; the error of a tier that failed if none is left.
     """
-    from kvloom_tools.stores import answers
-
     found: dict[str, Keys] = {}
-    for _, records in answers(opened, failed, lambda store: store.records()):
-        for fingerprint, record in records.items():
-            keys = _made_of(config, resolved, record["spec"])
-            if keys is not None and keys.fingerprint == fingerprint and model in (None, keys.spec.model):
-                found[fingerprint] = keys
+    for fingerprint, record in records_of(opened, failed).items():
+        keys = _made_of(config, resolved, record["spec"])
+        if keys is not None and keys.fingerprint == fingerprint and model in (None, keys.spec.model):
+            found[fingerprint] = keys
     if not opened and failed:
         raise next(reversed(failed.values()))
     if not found:
@@ -156,6 +153,24 @@ def recorded(
         names = sorted({f"{keys.spec.model} {keys.spec.revision}".strip() for keys in found.values()})
         raise ConfigError("--spec", f"the tiers hold KV of several: {', '.join(names)}; give the spec of one")
     return sorted(found.values(), key=lambda keys: keys.spec.rank)
+
+
+def records_of(opened: list[Store], failed: dict[str, KVLoomError]) -> dict[str, dict[str, Any]]:
+    """The records of all tiers, by fingerprint; says which tiers have some that are not read. failed: see `answers`."""
+    from kvloom_tools.stores import answers
+
+    found: dict[str, dict[str, Any]] = {}
+    for store, records in answers(opened, failed, lambda store: store.records()):
+        say_not_read(store.name, records.left_out)
+        found.update(records)
+    return found
+
+
+def say_not_read(tier: str, records: int) -> None:
+    """Say how many records of a tier are not read, if any."""
+    if records:
+        text = f"{records} records of models are not read: they are too long, or there are too many before them"
+        output.say(f"kvloom: tier {tier}: {text}", stderr=True)
 
 
 def _made_of(config: EngineConfig, resolved: Resolved, spec: dict[str, Any]) -> Keys | None:

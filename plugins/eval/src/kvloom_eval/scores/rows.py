@@ -11,18 +11,58 @@ from kvloom import KVLoomError
 
 Row = Mapping[str, Any]
 
-
-_MOST_HEADER_BYTES = 1 << 20
+_BEGINNING = '{"about": '
 
 
 def check(file: Path, about: Mapping[str, Any]) -> None:
-    """Raise KVLoomError if a file has rows of another run, as far as `about` says; all else is left to `Rows`."""
+    """Raise KVLoomError if a file is no file of rows, or has rows of another run, as far as `about` says."""
+    text = _text(file)
+    # Nothing, or a header that was cut off, which `Rows` writes again.
+    if "\n" in text or text[: len(_BEGINNING)] != _BEGINNING[: len(text)]:
+        theirs, _, _ = _parsed(file, text)
+        _check_same(file, theirs, about, about)
+
+
+def _text(file: Path) -> str:
+    """The content of a file, "" if there is none. Raises KVLoomError."""
     try:
-        with file.open("rb") as lines:
-            theirs = dict(json.loads(lines.readline(_MOST_HEADER_BYTES))["about"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return
-    _check_same(file, theirs, about, about)
+        return file.read_text(encoding="utf-8") if file.exists() else ""
+    except OSError as error:
+        raise _unusable(file, error) from None
+    except UnicodeDecodeError:
+        raise _no_rows(file) from None
+
+
+def _parsed(file: Path, text: str) -> tuple[dict[str, Any], dict[tuple[str, str], Row], str]:
+    """What rows depend on, the rows by item and codec, and a row that was cut off. Raises KVLoomError."""
+    try:
+        header, *lines, cut_off = text.split("\n")
+        theirs = dict(json.loads(header)["about"])
+        rows = {_key(row): row for row in map(json.loads, lines)}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise _no_rows(file) from None
+    return theirs, rows, cut_off
+
+
+def _key(row: Row) -> tuple[str, str]:
+    """Item and codec. Raises ValueError, KeyError or TypeError for what is no row."""
+    item, by = row["item"], row["by"]
+    if not (isinstance(item, str) and isinstance(by, str)):
+        raise TypeError(row)
+    _number(item)
+    return item, by
+
+
+def _number(item: str) -> int:
+    return int(item.rpartition("/")[2])
+
+
+def _no_rows(file: Path) -> KVLoomError:
+    return KVLoomError(f"{file} is no file of rows; name another folder with --out")
+
+
+def _unusable(file: Path, error: OSError) -> KVLoomError:
+    return KVLoomError(f"{file}: {error.strerror}; name another folder with --out")
 
 
 def _check_same(file: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any], names: Iterable[str]) -> None:
@@ -43,23 +83,18 @@ class Rows:
         self.file = file
         self._rows: dict[tuple[str, str], Row] = {}
         header = json.dumps({"about": about}) + "\n"
+        text = _text(file)
         try:
-            text = file.read_text(encoding="utf-8") if file.exists() else ""
             if header.startswith(text):  # nothing, or a header that was cut off
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(header, encoding="utf-8")
                 return
-            lines = text.split("\n")
-            theirs = dict(json.loads(lines[0])["about"])
-            for line in lines[1:-1]:
-                self._keep(json.loads(line))
         except OSError as error:
-            raise KVLoomError(f"{file}: {error.strerror}; name another folder with --out") from None
-        except (ValueError, KeyError, TypeError):
-            raise KVLoomError(f"{file} is no file of rows; name another folder with --out") from None
+            raise _unusable(file, error) from None
+        theirs, self._rows, cut_off = _parsed(file, text)
         _check_same(file, theirs, about, dict.fromkeys([*about, *theirs]))
-        if lines[-1]:  # a row that was cut off
-            file.write_text("\n".join(lines[:-1]) + "\n", encoding="utf-8")
+        if cut_off:
+            file.write_text(text[: -len(cut_off)], encoding="utf-8")
 
     def __contains__(self, key: tuple[str, str]) -> bool:
         return key in self._rows
@@ -71,8 +106,7 @@ class Rows:
         """Keep the rows of an item, in the file too."""
         with self.file.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(row) + "\n" for row in rows))
-        for row in rows:
-            self._keep(row)
+        self._rows.update((_key(row), row) for row in rows)
 
     def check(self, by: str, more: Mapping[str, Any]) -> None:
         """Raise KVLoomError unless all rows of a codec have these entries."""
@@ -85,7 +119,4 @@ class Rows:
         found = [
             (item, row) for (item, one), row in self._rows.items() if one == by and item.rpartition("/")[0] == task
         ]
-        yield from sorted(found, key=lambda pair: int(pair[0].rpartition("/")[2]))
-
-    def _keep(self, row: Row) -> None:
-        self._rows[row["item"], row["by"]] = row
+        yield from sorted(found, key=lambda pair: _number(pair[0]))

@@ -50,13 +50,15 @@ class Endpoint:
             labels = ("engine", *metric.labels)
             made = kinds.get(metric.kind, HistogramMetricFamily)
             families[metric] = made(metric.name, metric.help, labels=labels)
-        names: dict[str, int] = {}
+        names: set[str] = set()
         for figures in tuple(self.figures):
             if figures.engine is None:
                 continue
-            name = figures.engine.instance_id
-            names[name] = names.get(name, 0) + 1
-            name = name if names[name] == 1 else f"{name}-{names[name]}"
+            name, number = figures.engine.instance_id, 1
+            while name in names:  # the name with a number may be another engine's own
+                number += 1
+                name = f"{figures.engine.instance_id}-{number}"
+            names.add(name)
             for sample in figures.samples():
                 _put(families[sample.metric], (name, *sample.labels), sample)
         return [family for family in families.values() if family.samples]

@@ -101,8 +101,8 @@ def calibrate(
     out = out or Path(f"{name.replace('/', '--')}.kvprofile")
     if out.exists() and not force:
         raise typer.BadParameter(f"{out} exists; name another, or overwrite it with --force", param_hint="--out")
-    if not os.access(out.parent, os.W_OK):
-        raise typer.BadParameter(f"{out.parent} cannot be written to; name another file", param_hint="--out")
+    if out.is_dir() or not os.access(out.parent, os.W_OK):
+        raise typer.BadParameter(f"{out} cannot be written to; name another file", param_hint="--out")
     wanted = _Wanted(
         model, name, [*text, *(more or ())], out, tokens, device, klt,
         _codecs(codec, klt=klt) if verify else [], Limits(max_kl, max_dnll, min_top1), tasks, as_json,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 NO_LIMIT = "without limits"
 _MOST_BYTES = 1 << 40
 """Largest size of the KV of one token: no model comes near."""
+_MOST_DIGITS = 18
+"""Of a number on the command line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +244,7 @@ def integers(options: Sequence[str], option: str) -> dict[str, int]:
     """`team-a=0`. Raises ConfigError."""
     found = {}
     for name, text in _pairs(options, option, "team-a=0"):
-        if not text.isdecimal():
+        if not text.isdecimal() or len(text) > _MOST_DIGITS:
             raise ConfigError(option, f"{text!r} should be the number of a salt in the trace")
         found[name] = int(text)
     return found
@@ -268,6 +271,8 @@ def check_chart(path: Path, *, force: bool) -> None:
         raise ConfigError("--chart", f"there is no directory {str(path.parent)!r}; make it")
     if path.exists() and not force:
         raise ConfigError("--chart", f"{path} exists already; choose another name, or overwrite it with --force")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError("--chart", f"{path} cannot be written; choose another name")
     if find_spec("matplotlib") is None:
         raise ConfigError("--chart", "matplotlib is not installed; pip install matplotlib, or leave --chart out")
 

@@ -95,6 +95,8 @@ class Trace:
     path: Path
     block_tokens: int | None = None
     """Block size of lines that give none; None: 512, as in Mooncake's."""
+    chunk_tokens: int | None = None
+    """Tokens of the smallest chunks that are made of it; None: chunks are blocks."""
     lines: int = 0
     """Read so far, broken ones too, empty ones not."""
     broken: int = 0
@@ -131,7 +133,7 @@ class Trace:
                 continue
             self.lines += 1
             try:
-                yield _line(text, self.block_tokens or BLOCK_TOKENS)
+                yield _line(text, self.block_tokens or BLOCK_TOKENS, self.chunk_tokens)
             except (ValueError, TypeError) as error:
                 self._broke(number, str(error))
 
@@ -172,7 +174,7 @@ def _size(line: Line) -> int:
     return len(line.hash_ids) + (0 if tail is None else len(tail.own) + len(tail.others))
 
 
-def _line(text: bytes, block_tokens: int) -> Line:
+def _line(text: bytes, block_tokens: int, chunk_tokens: int | None) -> Line:
     """Raises ValueError or TypeError that says what is wrong."""
     try:
         value = json.loads(text)
@@ -201,6 +203,10 @@ def _line(text: bytes, block_tokens: int) -> Line:
             raise ValueError(f"chunk_tokens: should be a number of tokens, at most {_MOST_BLOCK_TOKENS}")
     if (len(ids) - 1) * block_tokens >= max(length, 1):
         raise ValueError(f"hash_ids: {len(ids)} blocks of {block_tokens} are more than {length} tokens")
+    chunks = min(length, len(ids) * block_tokens) // (chunk_tokens or block_tokens)
+    most = max(len(ids), min(_MOST_CHUNKS, _MOST_PARTS * len(ids)))
+    if chunks > most:
+        raise ValueError(f"hash_ids: {chunks} chunks of {chunk_tokens} tokens; of {len(ids)} blocks at most {most}")
     if not own:
         if len(ids) < length // block_tokens:
             raise ValueError(f"hash_ids: {len(ids)} blocks of {block_tokens} are fewer than {length} tokens")
@@ -212,7 +218,11 @@ def _line(text: bytes, block_tokens: int) -> Line:
 _INTEGERS = {int}
 _MOST_TOKENS = 1 << 31
 _MOST_BLOCK_TOKENS = 1 << 20
-"""One block becomes as many chunks as a configuration makes of it."""
+_MOST_PARTS = 1 << 10
+"""So many chunks of a block, at most: one of 8,192 tokens in chunks of 16 has half."""
+_MOST_CHUNKS = 1 << 18
+"""So many chunks of a line, at most, where they are parts of its blocks: 4 million tokens in chunks of 16. Each takes
+some 200 bytes in each configuration, and a line of 40 bytes may have a thousand million tokens."""
 _MOST_PIECES = 1 << 16
 _MOST_ID = 1 << 64
 _NOTHING: dict[str, int] = {}

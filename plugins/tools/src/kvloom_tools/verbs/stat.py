@@ -12,6 +12,7 @@ import typer
 
 from kvloom import BackendError, DeadlineExceeded, IncompleteListingError, output
 from kvloom_tools.configuration import File, load
+from kvloom_tools.model import say_not_read
 
 if TYPE_CHECKING:
     from kvloom.inspection import Store, TierChoice
@@ -51,6 +52,8 @@ class Summary:
     tenants: dict[str, int] = field(default_factory=dict)
     """Blobs by salt tag; `-` is no salt."""
     fingerprints: dict[str, Held] = field(default_factory=dict)
+    records_left_out: int = 0
+    """Records of models that are not read: they are too long, or there are too many before them."""
 
 
 def add(commands: typer.Typer) -> None:
@@ -64,6 +67,8 @@ def add(commands: typer.Typer) -> None:
             print(json.dumps([asdict(summary) for summary in summaries], indent=2))
         else:
             _print(summaries)
+        for summary in summaries:
+            say_not_read(summary.tier, summary.records_left_out)
         failed = [summary for summary in summaries if summary.state != "ok"]
         for summary in failed:
             output.say(f"kvloom: tier {summary.tier}: {summary.reason}", stderr=True)
@@ -130,7 +135,9 @@ def _evictor(store: Store) -> str:
 
 
 def _count(store: Store, summary: Summary) -> None:
-    for fingerprint, record in store.records().items():
+    records = store.records()
+    summary.records_left_out = records.left_out
+    for fingerprint, record in records.items():
         spec = record["spec"]
         summary.fingerprints[fingerprint] = Held(str(spec.get("model", "?")), str(spec.get("revision", "")))
     with output.progress(f"listing {store.name}") as step:

@@ -95,7 +95,8 @@ def add(commands: typer.Typer) -> None:
             ratios=sweep.numbers(ratio or [], "--ratio"), tenants=sweep.integers(salt or [], "--salt"),
         )  # fmt: skip
         runs = sweep.runs(configs, options)
-        source = Trace(trace, block_tokens=block_tokens)
+        smallest = min(run.replay.chunk_tokens for run in runs)
+        source = Trace(trace, block_tokens=block_tokens, chunk_tokens=smallest)
         seconds = sweep.replay(source, runs)
         _check(source, runs)
         about = _about(source, runs[0], seconds)

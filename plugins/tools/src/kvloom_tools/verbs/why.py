@@ -17,8 +17,8 @@ import typer
 
 from kvloom import ConfigError, output
 from kvloom_tools.configuration import File, load
-from kvloom_tools.model import Keys, read_json, read_spec, recorded, tokenized
-from kvloom_tools.stores import answers, reachable, say_left_out
+from kvloom_tools.model import Keys, read_json, read_spec, recorded, records_of, tokenized
+from kvloom_tools.stores import reachable, say_left_out
 
 if TYPE_CHECKING:
     import torch
@@ -63,13 +63,18 @@ def add(commands: typer.Typer) -> None:
 
         config, resolved = load(file)
         if fingerprint is not None:
+            if any((tokens, text, tokenizer, spec, salt, salts, verify)):
+                raise ConfigError("--fingerprint", "goes with --json alone; leave out what is said of a prompt")
             with ExitStack() as stack:
                 opened, failed = reachable(resolved, None, stack, made=False)
-                told = answers(opened, failed, lambda store: store.records())
-                say_left_out(failed)
-                _print_differences(
-                    {name: record for _, records in told for name, record in records.items()}, fingerprint
-                )
+                records = records_of(opened, failed)
+            say_left_out(failed)
+            name, others = _others(records, fingerprint)
+            if as_json:
+                left_out = {tier: str(error) for tier, error in failed.items()}
+                print(json.dumps({"fingerprint": name, "others": others, "left_out": left_out}, indent=2))
+            else:
+                _print_others(name, others)
             return
         prompt = _prompt(tokens, text, tokenizer)
         given = None if spec is None else read_spec(spec)
@@ -125,8 +130,11 @@ def _salts(file: Path) -> list[str]:
 # -- fingerprints ------------------------------------------------------------------------------------------------------
 
 
-def _print_differences(records: dict[str, dict[str, Any]], asked: str) -> None:
-    """The other fingerprints of which the tiers have records. ConfigError if there is none of `asked`."""
+def _others(records: dict[str, dict[str, Any]], asked: str) -> tuple[str, list[dict[str, Any]]]:
+    """The whole of a fingerprint that begins with `asked`, and the others of which the tiers have records.
+
+    Raises ConfigError if there is not one record of it.
+    """
     from kvloom_tools.fates import differences
 
     known = [name for name in records if name.startswith(asked)]
@@ -134,14 +142,22 @@ def _print_differences(records: dict[str, dict[str, Any]], asked: str) -> None:
         found = ", ".join(sorted(records)) or "none"
         raise ConfigError("--fingerprint", f"{len(known)} records begin with {asked!r}; the tiers have {found}")
     mine = records.pop(known[0])
-    rows = [
-        (name, record["spec"].get("model", ""), "; ".join(differences(record["identity"], mine["identity"])))
+    return known[0], [
+        {
+            "fingerprint": name,
+            "model": record["spec"].get("model", ""),
+            "differs_in": differences(record["identity"], mine["identity"]),
+        }
         for name, record in sorted(records.items())
     ]
-    if not rows:
-        output.say(f"fingerprint {known[0]}: the tiers have records of no other")
+
+
+def _print_others(fingerprint: str, others: Sequence[dict[str, Any]]) -> None:
+    if not others:
+        output.say(f"fingerprint {fingerprint}: the tiers have records of no other")
         return
-    output.print_table(f"fingerprint {known[0]}", ("other", "model", "differs in"), rows)
+    rows = [(one["fingerprint"], one["model"], "; ".join(one["differs_in"])) for one in others]
+    output.print_table(f"fingerprint {fingerprint}", ("other", "model", "differs in"), rows)
 
 
 # -- what is answered --------------------------------------------------------------------------------------------------
