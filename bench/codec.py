@@ -174,7 +174,7 @@ def contenders(kv: torch.Tensor, profile: Profile) -> list[Contender]:
     bins = CacheGenConfig.for_layers(LAYERS).by_layer()
     band = SPEC.head_size
     settings = {
-        **{f"step {quality}": Settings(Mode.STEP, band, step=step) for quality, step in QUALITY.items()},
+        **{f"step {quality}": Settings(Mode.STEP, band, step=step) for quality, step in QUALITY["step"].items()},
         "lossless": Settings(Mode.LOSSLESS),
         "cachegen": Settings(Mode.CACHEGEN, band, bins=bins),
         "klt 0.5": Settings(Mode.KLT, band, step=0.5, profile=NativeProfile(profile)),

@@ -22,7 +22,7 @@ from kvloom_serde_cachegen.streams import Mode, Settings
 
 TOKENS, TIMES = 256, 30
 MODES = {
-    "step default": Settings(Mode.STEP, SPEC.head_size, step=0.5),
+    "step default": Settings(Mode.STEP, SPEC.head_size, step=0.375),
     "lossless": Settings(Mode.LOSSLESS, SPEC.head_size),
     "cachegen": Settings(
         Mode.CACHEGEN, SPEC.head_size, bins=CacheGenConfig.for_layers(SPEC.blob_shape(TOKENS)[1]).by_layer()

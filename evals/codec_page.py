@@ -10,7 +10,7 @@ from typing import Any
 
 Results = Mapping[str, Any]
 LABELS = {"plain": "", "outliers": ", outliers"}
-NAMES = {"step 0.25": " (`high`)", "step 0.5": " (default)", "step 0.75": " (`small`)", "klt 0.5": " (default)"}
+NAMES = {"step 0.25": " (`high`)", "step 0.75": " (`small`)", "klt 0.5": " (default)"}
 RULES = {
     "each channel": ", each channel",
     "one but for outliers, without a profile": "",
@@ -221,7 +221,7 @@ def instead_of(peer: str) -> Callable[[Results], str]:
 
 
 SUMMARY = [
-    ("`step` default, ratio", "5", ratio("step 0.5")),
+    ("`step` 0.5, ratio", "5", ratio("step 0.5")),
     ("its errors of K and V", "0.15", errors("step 0.5")),
     ("its KL x 1e-4", "4", divergence("step 0.5")),
     ("that, of what the context is worth", "", share("step 0.5")),

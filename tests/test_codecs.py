@@ -103,10 +103,10 @@ def answered(
     [
         ({"mode": "lossless"}, 1.35, 1.0),
         ({"quality": "high"}, 3.1, 0.999),
-        ({}, 3.9, 0.999),
+        ({}, 3.5, 0.999),
         ({"quality": "small", "codec_gate": False}, 4.5, 0.998),
         ({"mode": "cachegen"}, 3.4, 0.999),
-        ({"profile": True}, 3.8, 0.999),
+        ({"profile": True}, 3.4, 0.999),
         ({"mode": "klt", "profile": True, "codec_gate": False}, 8.0, 0.998),
     ],
     ids=["lossless", "high", "default", "small", "cachegen", "default with a profile", "klt"],

@@ -217,7 +217,7 @@ def test_a_trained_model_loses_less_with_its_profile(tmp_path: Path, monkeypatch
     windows = text.windows(tokenizer, ours, length=512, count=8)
     profile, spec = calibrated(model, windows, name="pylm", klt=True)
     profile.save(tmp_path / "profile")
-    plain = CacheGenSerializer(CacheGenSerializer.Config(), spec)
+    plain = CacheGenSerializer(CacheGenSerializer.Config(quality=0.5), spec)
     codecs = {"with": serializer("step/0.5", tmp_path / "profile", spec), "without": plain}
     held_out = text.windows(tokenizer, theirs, length=384, count=8)
     measured = measuring.measure(

@@ -9,8 +9,12 @@ from pydantic import Field, model_validator
 
 from kvloom import Config
 
-QUALITY = {"high": 0.25, "default": 0.5, "small": 0.75}
-"""Quantiser steps of V, in standard deviations; K has half of them. Measured in docs/design/kvz.md."""
+QUALITY = {
+    "step": {"high": 0.25, "default": 0.375, "small": 0.75},
+    "klt": {"high": 0.25, "default": 0.5, "small": 0.75},
+}
+"""By mode: quantiser steps in standard deviations, in `step` those of V, of which K has half. Chosen by scores of tasks
+on a real model: evals/README.md."""
 MOST_STEP = 4.0
 _GATED_STEP = 0.75
 """Steps from this one on go through the gate, unless the configuration says otherwise."""
@@ -24,7 +28,8 @@ class CodecConfig(Config):
     common, which only the profile of a model tells. `lossless`: every bit comes back. `cachegen`: a scale for each
     token and as many levels as LMCache's CacheGen has."""
     quality: Literal["high", "default", "small"] | Annotated[float, Field(gt=0.0, le=MOST_STEP)] = "default"
-    """For `step` and `klt`: the steps in standard deviations, in `step` those of V; by name 0.25, 0.5 and 0.75."""
+    """For `step` and `klt`: the steps in standard deviations, in `step` those of V; by name 0.25, 0.375 (in `klt` 0.5) and
+    0.75."""
     profile: Path | None = None
     """The output of `kvloom calibrate` for this model: `klt` needs it; in `step` the steps follow it."""
     codec_gate: bool | None = None
@@ -44,7 +49,9 @@ class CodecConfig(Config):
 
     @property
     def step(self) -> float:
-        return QUALITY[self.quality] if isinstance(self.quality, str) else self.quality
+        if isinstance(self.quality, str):
+            return QUALITY["klt" if self.mode == "klt" else "step"][self.quality]
+        return self.quality
 
     @property
     def gated(self) -> bool:

@@ -107,7 +107,7 @@ def serializer(codec: str, profile: Path, spec: KVSpec) -> CacheGenSerializer:
 def saved_per_token(model: PreTrainedModel, tokens: torch.Tensor, profile: Path, spec: KVSpec) -> float:
     """The number of bytes a token that the mode klt saves over step, both with their defaults, on one chunk."""
     kv = measuring.context_kv(model, tokens[: measuring.CHUNK_TOKENS].to(model.device), spec.torch_dtype).flatten(3)
-    step, klt = (measuring.through(serializer(codec, profile, spec))(kv, 0)[1] for codec in ("step/0.5", "klt/0.5"))
+    step, klt = (measuring.through(serializer(codec, profile, spec))(kv, 0)[1] for codec in ("step/0.375", "klt/0.5"))
     return (step - klt) / kv.shape[2]
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvloom_serde_cachegen.calibration.calibrating import Limits
     from kvloom_serde_cachegen.profile import Profile, Verdict
 
-JUDGED = ("klt/0.5", "klt/0.25", "step/0.75", "step/0.5", "step/0.25")
+JUDGED = ("klt/0.5", "klt/0.25", "step/0.75", "step/0.375", "step/0.25")
 """The default modes and steps of `--verify`."""
 _WINDOW_TOKENS = 1024
 _FEWEST_TOKENS = 16
