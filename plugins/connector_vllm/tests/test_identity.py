@@ -108,17 +108,49 @@ def test_the_longest_prompt_does_not_count_if_no_token_depends_on_it(model: Path
     assert len(names) == 1
 
 
-def test_what_a_model_changes_in_its_configuration_while_it_loads_does_not_count(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM's scheduler does not see it if ranks are processes of their own. Overrides by the user count."""
-    read = SimpleNamespace(get_config=lambda source, *_, **__: SimpleNamespace(to_dict=lambda: {"from": source}))
+@pytest.fixture
+def read_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A configuration of a model whose files are read again as vLLM does."""
+
+    def get_config(source: str, *_: Any, hf_overrides_fn: Any = None, **__: Any) -> SimpleNamespace:
+        read = SimpleNamespace(source=source, rms_norm_eps=1e-6)
+        read = hf_overrides_fn(read) if hf_overrides_fn else read
+        return SimpleNamespace(to_dict=lambda: vars(read))
+
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "vllm.transformers_utils", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "vllm.transformers_utils.config", read)
+    monkeypatch.setitem(sys.modules, "vllm.transformers_utils.config", SimpleNamespace(get_config=get_config))
     config = vllm_config(str(model))
     more = {"trust_remote_code": False, "code_revision": None, "config_format": "auto", "hf_overrides": {}}
     vars(config.model_config).update(more)
+    return config
+
+
+def test_overrides_by_a_function_count_by_what_they_do(read_again: SimpleNamespace) -> None:
+    """The function of the next start may have the same name and another body."""
+
+    def started(**changes: Any) -> str:
+        def patched(config: Any) -> Any:
+            vars(config).update(changes)
+            return config
+
+        read_again.model_config.hf_overrides = patched
+        return namespace(read_again)
+
+    assert started(rms_norm_eps=0.5) == started(rms_norm_eps=0.5)
+    assert len({started(), started(rms_norm_eps=0.5), started(architectures=["Other"])}) == 3
+
+
+def test_overrides_by_a_function_that_does_something_else_each_time_are_refused(read_again: SimpleNamespace) -> None:
+    numbers = iter(range(10))
+    read_again.model_config.hf_overrides = lambda config: SimpleNamespace(**vars(config), more=next(numbers))
+    with pytest.raises(ValueError, match=r"hf_overrides: .* the same configuration each time"):
+        namespace(read_again)
+
+
+def test_what_a_model_changes_in_its_configuration_while_it_loads_does_not_count(read_again: SimpleNamespace) -> None:
+    """vLLM's scheduler does not see it if ranks are processes of their own. Overrides by the user count."""
+    config = read_again
     before = namespace(config)
     config.model_config.hf_config = SimpleNamespace(to_dict=lambda: {"attn_temperature_tuning": False})
     assert namespace(config) == before

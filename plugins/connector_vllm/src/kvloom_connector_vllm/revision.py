@@ -91,22 +91,34 @@ def _config_dict(model: Any, place: Path | None) -> Mapping[str, Any]:
     source = Path(getattr(model, "hf_config_path", None) or place or "")
     if place is not None and source.exists():
         try:
-            from vllm.transformers_utils.config import get_config
-
-            hf = get_config(
-                str(source), model.trust_remote_code, code_revision=model.code_revision,
-                config_format=model.config_format,
-            )  # fmt: skip
-            return {**hf.to_dict(), "overrides": _in_words(model.hf_overrides)}
+            read = _read_config(model, source)
+            same = not callable(model.hf_overrides) or plain_json(_read_config(model, source)) == plain_json(read)
         except Exception as error:
             log.debug("the configuration of %s cannot be read again: %s", model.model, one_line(error))
+        else:
+            if not same:
+                raise ValueError(
+                    "hf_overrides: this function does not give the same configuration each time, and what vLLM "
+                    "computes with is not known; write one that does, or a dict"
+                )
+            return read
     hf = getattr(model, "hf_config", None)
     return hf.to_dict() if hasattr(hf, "to_dict") else {}
 
 
-def _in_words(overrides: Any) -> Any:
-    """JSON values that are the same in each process."""
-    return f"{overrides.__module__}.{overrides.__qualname__}" if callable(overrides) else plain_json(overrides)
+def _read_config(model: Any, source: Path) -> Mapping[str, Any]:
+    from vllm.transformers_utils.config import get_config
+
+    overrides = model.hf_overrides
+    function = overrides if callable(overrides) else None
+    hf = get_config(
+        str(source), model.trust_remote_code, code_revision=model.code_revision, config_format=model.config_format,
+        hf_overrides_fn=function,
+    )  # fmt: skip
+    fields = hf.to_dict()
+    # A function counts by its effects: its body may be another at the next start.
+    words = {"architectures": fields.get("architectures")} if function else overrides
+    return {**fields, "overrides": plain_json(words)}
 
 
 def digest_of(value: Any) -> str:
