@@ -206,6 +206,35 @@ def test_images_that_are_numbered_are_refused(model: Path) -> None:
         namespace(config)
 
 
+class Media(SimpleNamespace):
+    """vLLM's `MultiModalConfig`, with its defaults."""
+
+    def __init__(self, **changes: Any) -> None:
+        usual = {"mm_processor_cache_gb": 4, "mm_processor_kwargs": None, "mm_device_do_normalize": True}
+        super().__init__(**{**usual, **changes})
+
+
+def test_settings_that_change_an_images_embeddings_have_another_name(model: Path, tmp_path: Path) -> None:
+    """vLLM's hash of an image covers the arguments of its request, and not the server's."""
+    config, scales = vllm_config(str(model)), tmp_path / "scales.json"
+
+    def named(**changes: Any) -> str:
+        config.model_config.multimodal_config = Media(**changes)
+        return namespace(config)
+
+    plain = named()
+    assert plain == named(mm_processor_cache_gb=8, mm_processor_kwargs={}) == namespace(vllm_config(str(model)))
+    found = [
+        named(mm_processor_kwargs={"max_pixels": 3136}), named(mm_processor_kwargs={"max_pixels": 200704}),
+        named(mm_encoder_attn_dtype="fp8"), named(mm_device_do_normalize=False), named(video_pruning_rate=0.5),
+        named(video_pruning_rate=0.5, video_pruning_method="vidcom2"),
+    ]  # fmt: skip
+    for content in ("one", "two"):
+        scales.write_text(content)
+        found.append(named(mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path=str(scales)))
+    assert len({plain, *found}) == len(found) + 1
+
+
 def nothing(layer: Any) -> dict[str, str | int | bool]:
     return {}
 
