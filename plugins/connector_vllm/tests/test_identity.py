@@ -177,11 +177,23 @@ def test_an_adapter_is_known_by_the_weights_that_it_was_loaded_with(tmp_path: Pa
     one = Adapters()
     first = one.of(request)
     assert first.startswith("x:") and one.of(None) == ""
+    assert one.of(request) == first
+    aside = tmp_path.with_name("aside")
+    tmp_path.rename(aside)
+    assert one.of(request) == first, "vLLM can load nothing else"
+    aside.rename(tmp_path)
+    times = weights.stat()
     weights.write_bytes(b"two")
-    assert one.of(request) == first, "vLLM computes with what it has loaded"
+    assert one.of(request) is None, "vLLM computes with either"
+    weights.write_bytes(b"one")
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert one.of(request) is None, "it may have loaded the others meanwhile"
+    weights.write_bytes(b"two")
     again = SimpleNamespace(**{**vars(request), "lora_int_id": 2})
     assert one.of(again) not in (first, None)
-    assert one.of(SimpleNamespace(**{**vars(request), "load_inplace": True})) == one.of(again)
+    assert one.of(SimpleNamespace(**{**vars(request), "load_inplace": True})) == one.of(again) == one.of(request)
+    weights.rename(tmp_path / "other.safetensors")
+    assert one.of(request) is None
     os.mkfifo(tmp_path / "fifo")
     for number, nowhere in enumerate(("far/away", "no\0path", str(tmp_path / "fifo"), "/dev/zero"), 3):
         assert one.of(SimpleNamespace(**{**vars(request), "lora_int_id": number, "lora_path": nowhere})) is None

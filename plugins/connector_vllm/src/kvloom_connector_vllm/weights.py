@@ -34,7 +34,7 @@ def folder_digest(folder: Path) -> str:
     Of each tensor of a safetensors file, its beginning, its end and half a KiB of every 256 KiB between; of other large
     files the same, as a whole. An edit of a few elements between may go unseen. FileNotFoundError without weights.
     """
-    files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in (*_WEIGHTS, *_ABOUT))
+    files = _files(folder)
     if not any(path.suffix in _WEIGHTS for path in files):
         raise FileNotFoundError(f"{folder}: no weights ({', '.join(_WEIGHTS)})")
     return _digest(files)
@@ -43,6 +43,17 @@ def folder_digest(folder: Path) -> str:
 def file_digest(path: Path) -> str:
     """The same of one file."""
     return _digest([path])
+
+
+def versions(place: Path) -> list[tuple[str, int, int, int]]:
+    """Name, inode, size and time of change of each of these files, which are others if one was written since."""
+    files = _files(place) if place.is_dir() else [place]
+    found = [(path.name, path.stat()) for path in files]
+    return [(name, status.st_ino, status.st_size, status.st_mtime_ns) for name, status in found]
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in (*_WEIGHTS, *_ABOUT))
 
 
 def _digest(files: list[Path]) -> str:
