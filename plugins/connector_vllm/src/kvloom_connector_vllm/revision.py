@@ -76,6 +76,10 @@ def revision_of(model: Any, config: Any) -> str:
         words.append(f"quantization_config {digest_of(plain_json(quantised))}")
     if _depends_on_length(model):
         words.append(f"max_model_len {model.max_model_len}")
+    for name, usual in (("model_impl", "auto"), ("model_class_overrides", {}), ("code_revision", None)):
+        value = getattr(model, name, usual)
+        if value != usual:
+            words.append(f"{name} {value}")
     media = _media(model)
     if media:
         words.append(f"media {digest_of(plain_json(media))}")
