@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import sys
 import threading
 import types
 from pathlib import Path
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from kvloom import ConfigError, EngineConfig, KVSpec
 from kvloom_connector_sglang import page_store
 from kvloom_connector_sglang.connector import SGLangConnector
-from kvloom_connector_sglang.identity import described
+from kvloom_connector_sglang.identity import _warn, described
 from kvloom_connector_sglang.page_store import PageStore
 from kvloom_connector_sglang.testing import pool_of
 from kvloom_testkit import HostPool
@@ -152,6 +153,73 @@ def test_whose_kv_it_is_and_how_it_lies_keep_pages_apart(tmp_path: Path, other: 
     again.close()
 
 
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The settings that SGLang says it serves with."""
+    said: dict[str, Any] = {"kv_cache_dtype": "auto", "json_model_override_args": "{}", "dtype": "bfloat16"}
+    context = types.SimpleNamespace(resolved_server_args_dict=lambda: said)
+    module = types.SimpleNamespace(get_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", module)  # type: ignore[arg-type]
+    return said
+
+
+def bytes_of(dtype: torch.dtype | None = None) -> HostPool:
+    """A pool of KV that SGLang keeps as bytes. dtype: that of the device's pool, if it is known."""
+    made = pool_of(dataclasses.replace(SPEC, dtype="uint8"), PAGES)
+    if dtype is not None:
+        made.device_pool = types.SimpleNamespace(dtype=dtype)  # type: ignore[attr-defined]
+    return made
+
+
+def identity(where: HostPool | None = None) -> dict[str, str | int]:
+    return described(STORAGE, where or pool())[1].identity
+
+
+def test_dtypes_that_are_kept_as_bytes_are_told_apart(server: dict[str, Any]) -> None:
+    kinds = (torch.float8_e5m2, torch.float8_e4m3fn)
+    found = [identity(bytes_of(dtype)) for dtype in kinds]
+    with pytest.raises(ValueError, match=r"^kv_cache_dtype: .*--kv-cache-dtype fp8_e4m3"):
+        identity(bytes_of())
+    for server["kv_cache_dtype"] in ("fp8_e5m2", "fp8_e4m3"):
+        found.append(identity(bytes_of()))
+    # Of one dtype, and with other scales.
+    for server["kv_cache_dtype"] in ("nvfp4", "fp4_mx_block16"):
+        found.append(identity(bytes_of(torch.float8_e4m3fn)))
+    assert len({one["kv_dtype"] for one in found}) == len(found)
+
+
+def test_settings_that_change_kv_keep_pages_apart(server: dict[str, Any], tmp_path: Path) -> None:
+    found, scales = [identity()], tmp_path / "scales.json"
+    server["context_length"] = None
+    assert identity() == found[0]
+    for name, value in (
+        ("quantization", "fp8"), ("json_model_override_args", '{"rope_theta": 1}'), ("context_length", 8192),
+        ("dtype", "float16"), ("mm_process_config", {"image": {"max_pixels": 3136}}), ("model_impl", "transformers"),
+    ):  # fmt: skip
+        server[name] = value
+        found.append(identity())
+    server["quantization_param_path"] = str(scales)
+    for text in ("one", "two"):
+        scales.write_text(text)
+        found.append(identity())
+    assert all(one != other for n, one in enumerate(found) for other in found[:n])
+
+
+def test_another_version_of_sglang_has_other_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(number: str) -> dict[str, str | int]:
+        monkeypatch.setattr("importlib.metadata.version", lambda name: number)
+        return identity()
+
+    assert version("0.5.23") == version("0.5.23") != version("0.5.24")
+
+
+def test_settings_that_cannot_be_read_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    _warn.cache_clear()
+    assert identity() == identity()
+    (said,) = [one for one in caplog.records if "revision says so" in one.getMessage()]
+    assert "quantization" in said.getMessage()
+
+
 def test_ranks_with_parts_of_the_kv_share_nothing(tmp_path: Path) -> None:
     here, keys = pool(5), page_keys(2)
     store = opened(on_disk(tmp_path), storage(tp_size=2, tp_rank=0))
@@ -185,6 +253,7 @@ def test_keys_of_any_form_are_kept_apart() -> None:
 
 def test_failures_are_counted_misses(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     store, here, keys = opened(), pool(7), page_keys(2)
+    caplog.clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert store.set(keys, pool=here, rows=rows(0)) == [False, False]
@@ -303,6 +372,7 @@ def test_a_call_takes_its_timeout_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_was_said_is_remembered_up_to_a_bound(caplog: pytest.LogCaptureFixture) -> None:
     store = opened()
+    caplog.clear()
     with caplog.at_level(logging.WARNING):
         for number in range(3 * page_store._MOST_WARNINGS):
             store.miss(1, f"{number}: " + "x" * 10_000)

@@ -426,3 +426,16 @@ class Simulation:
     def _promise(self, kept: bool, what: str) -> None:
         if not kept:
             raise Violation(what)
+
+
+class Sessions(Simulation):
+    """Some requests get another input when they have answered one."""
+
+    def _generated(self, name: str, one: _Request) -> None:
+        if one.its.num_tokens > MOST_TOKENS - 20 or self.random.random() < 0.8:
+            super()._generated(name, one)
+            return
+        one.its.append(1000)  # the last token of the answer, which goes
+        one.its.continued(one.computed, *[100 + self.random.randint(0, 2)] * self.random.randint(1, 12))
+        one.running = False
+        self.done["continued"] += 1

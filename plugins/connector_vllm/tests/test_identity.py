@@ -34,7 +34,7 @@ def test_the_same_model_has_the_same_name_in_every_process(model: Path) -> None:
 @pytest.mark.parametrize("change", [
     "weights", "dtype", "block size", "layout", "heads", "layers", "cache dtype", "ranks", "rank", "version", "isa",
     "hash", "quantization", "quantised layers", "config", "longest prompt", "salt", "adapter", "reset",
-    "seed of dummies",
+    "seed of dummies", "implementation", "class", "revision of the code",
 ])  # fmt: skip
 def test_what_may_not_be_shared_has_another_name(model: Path, change: str) -> None:
     config, known, more = vllm_config(str(model)), kv_cache_config(), {}
@@ -71,6 +71,12 @@ def test_what_may_not_be_shared_has_another_name(model: Path, change: str) -> No
         config.model_config.quantization = "awq"
     elif change == "quantised layers":
         config.model_config.quantization_config = {"ignore": ["qkv_proj"]}
+    elif change == "implementation":
+        config.model_config.model_impl = "transformers"
+    elif change == "class":
+        config.model_config.model_class_overrides = {"LlamaForCausalLM": "module:Class"}
+    elif change == "revision of the code":
+        config.model_config.code_revision = "abc"
     elif change == "longest prompt":
         config.model_config.hf_text_config = SimpleNamespace(rope_parameters={"rope_type": "longrope"})
         config.model_config.max_model_len = 512
@@ -94,6 +100,8 @@ def test_what_may_not_be_shared_has_another_name(model: Path, change: str) -> No
 def test_fields_that_change_nothing_do_not_count(model: Path) -> None:
     config = vllm_config(str(model))
     before = namespace(config)
+    vars(config.model_config).update(model_impl="auto", model_class_overrides={}, code_revision=None)
+    assert namespace(config) == before
     config.model_config.hf_config = SimpleNamespace(to_dict=lambda: {"layers": 3, "transformers_version": "9"})
     assert namespace(config) == before
 
@@ -108,17 +116,49 @@ def test_the_longest_prompt_does_not_count_if_no_token_depends_on_it(model: Path
     assert len(names) == 1
 
 
-def test_what_a_model_changes_in_its_configuration_while_it_loads_does_not_count(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM's scheduler does not see it if ranks are processes of their own. Overrides by the user count."""
-    read = SimpleNamespace(get_config=lambda source, *_, **__: SimpleNamespace(to_dict=lambda: {"from": source}))
+@pytest.fixture
+def read_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A configuration of a model whose files are read again as vLLM does."""
+
+    def get_config(source: str, *_: Any, hf_overrides_fn: Any = None, **__: Any) -> SimpleNamespace:
+        read = SimpleNamespace(source=source, rms_norm_eps=1e-6)
+        read = hf_overrides_fn(read) if hf_overrides_fn else read
+        return SimpleNamespace(to_dict=lambda: vars(read))
+
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "vllm.transformers_utils", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "vllm.transformers_utils.config", read)
+    monkeypatch.setitem(sys.modules, "vllm.transformers_utils.config", SimpleNamespace(get_config=get_config))
     config = vllm_config(str(model))
     more = {"trust_remote_code": False, "code_revision": None, "config_format": "auto", "hf_overrides": {}}
     vars(config.model_config).update(more)
+    return config
+
+
+def test_overrides_by_a_function_count_by_what_they_do(read_again: SimpleNamespace) -> None:
+    """The function of the next start may have the same name and another body."""
+
+    def started(**changes: Any) -> str:
+        def patched(config: Any) -> Any:
+            vars(config).update(changes)
+            return config
+
+        read_again.model_config.hf_overrides = patched
+        return namespace(read_again)
+
+    assert started(rms_norm_eps=0.5) == started(rms_norm_eps=0.5)
+    assert len({started(), started(rms_norm_eps=0.5), started(architectures=["Other"])}) == 3
+
+
+def test_overrides_by_a_function_that_does_something_else_each_time_are_refused(read_again: SimpleNamespace) -> None:
+    numbers = iter(range(10))
+    read_again.model_config.hf_overrides = lambda config: SimpleNamespace(**vars(config), more=next(numbers))
+    with pytest.raises(ValueError, match=r"hf_overrides: .* the same configuration each time"):
+        namespace(read_again)
+
+
+def test_what_a_model_changes_in_its_configuration_while_it_loads_does_not_count(read_again: SimpleNamespace) -> None:
+    """vLLM's scheduler does not see it if ranks are processes of their own. Overrides by the user count."""
+    config = read_again
     before = namespace(config)
     config.model_config.hf_config = SimpleNamespace(to_dict=lambda: {"attn_temperature_tuning": False})
     assert namespace(config) == before
@@ -145,11 +185,23 @@ def test_an_adapter_is_known_by_the_weights_that_it_was_loaded_with(tmp_path: Pa
     one = Adapters()
     first = one.of(request)
     assert first.startswith("x:") and one.of(None) == ""
+    assert one.of(request) == first
+    aside = tmp_path.with_name("aside")
+    tmp_path.rename(aside)
+    assert one.of(request) == first, "vLLM can load nothing else"
+    aside.rename(tmp_path)
+    times = weights.stat()
     weights.write_bytes(b"two")
-    assert one.of(request) == first, "vLLM computes with what it has loaded"
+    assert one.of(request) is None, "vLLM computes with either"
+    weights.write_bytes(b"one")
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert one.of(request) is None, "it may have loaded the others meanwhile"
+    weights.write_bytes(b"two")
     again = SimpleNamespace(**{**vars(request), "lora_int_id": 2})
     assert one.of(again) not in (first, None)
-    assert one.of(SimpleNamespace(**{**vars(request), "load_inplace": True})) == one.of(again)
+    assert one.of(SimpleNamespace(**{**vars(request), "load_inplace": True})) == one.of(again) == one.of(request)
+    weights.rename(tmp_path / "other.safetensors")
+    assert one.of(request) is None
     os.mkfifo(tmp_path / "fifo")
     for number, nowhere in enumerate(("far/away", "no\0path", str(tmp_path / "fifo"), "/dev/zero"), 3):
         assert one.of(SimpleNamespace(**{**vars(request), "lora_int_id": number, "lora_path": nowhere})) is None
@@ -172,6 +224,35 @@ def test_images_that_are_numbered_are_refused(model: Path) -> None:
     config.cache_config.enable_prefix_caching = False
     with pytest.raises(ValueError, match="mm_processor_cache_gb"):
         namespace(config)
+
+
+class Media(SimpleNamespace):
+    """vLLM's `MultiModalConfig`, with its defaults."""
+
+    def __init__(self, **changes: Any) -> None:
+        usual = {"mm_processor_cache_gb": 4, "mm_processor_kwargs": None, "mm_device_do_normalize": True}
+        super().__init__(**{**usual, **changes})
+
+
+def test_settings_that_change_an_images_embeddings_have_another_name(model: Path, tmp_path: Path) -> None:
+    """vLLM's hash of an image covers the arguments of its request, and not the server's."""
+    config, scales = vllm_config(str(model)), tmp_path / "scales.json"
+
+    def named(**changes: Any) -> str:
+        config.model_config.multimodal_config = Media(**changes)
+        return namespace(config)
+
+    plain = named()
+    assert plain == named(mm_processor_cache_gb=8, mm_processor_kwargs={}) == namespace(vllm_config(str(model)))
+    found = [
+        named(mm_processor_kwargs={"max_pixels": 3136}), named(mm_processor_kwargs={"max_pixels": 200704}),
+        named(mm_encoder_attn_dtype="fp8"), named(mm_device_do_normalize=False), named(video_pruning_rate=0.5),
+        named(video_pruning_rate=0.5, video_pruning_method="vidcom2"),
+    ]  # fmt: skip
+    for content in ("one", "two"):
+        scales.write_text(content)
+        found.append(named(mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path=str(scales)))
+    assert len({plain, *found}) == len(found) + 1
 
 
 def nothing(layer: Any) -> dict[str, str | int | bool]:

@@ -249,6 +249,23 @@ def test_the_tail_of_a_prompt_is_saved_in_pieces(tokens: int, cuts: list[tuple[i
     assert not one.step([Scheduled("r", (), False, tokens, tokens + 1)]).saves or (tokens + 1) % 16 == 0, "once"
 
 
+@pytest.mark.parametrize("tails", [True, False])
+def test_each_input_of_a_session_is_saved(tails: bool) -> None:
+    """vLLM makes the prompt of its request longer, which it schedules as if it were new."""
+    one, request = planner(chunk_tokens=16, tails=tails), FakeRequest("r", list(range(22)))
+    one.begin(request, NOBODY)
+    one.step([Scheduled("r", [list(range(6))], True, 0, 22)])
+    request.append(22, 23)
+    assert one.step([Scheduled("r", (), False, 22, 23)]) is IDLE
+    request.continued(23, *range(100, 134))
+    (save,) = one.step([Scheduled("r", [list(range(15))], True, 23, 57)]).saves
+    assert save.chunks.digests == (request.block_hashes[7], request.block_hashes[11])
+    assert [(piece.start, piece.end) for piece in save.chunks.pieces] == ([(48, 56)] if tails else [])
+    assert save.blocks == tuple(range(4, 14 if tails else 12))
+    request.append(134)
+    assert one.step([Scheduled("r", (), False, 57, 58)]) is IDLE
+
+
 def test_a_chunk_that_is_whole_is_not_saved_in_pieces() -> None:
     """All of it is computed again in one step, because it could not be loaded."""
     one, request = planner(chunk_tokens=16, tails=True, save_generated=True), FakeRequest("r", list(range(12)))

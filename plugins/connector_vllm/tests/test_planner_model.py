@@ -350,23 +350,29 @@ def test_the_longest_prefix_is_found(
 
 @given(
     kinds=st.sampled_from(KINDS), tokens=st.integers(1, 90), blocks=st.integers(1, 5),
-    steps=st.lists(st.integers(1, 30), min_size=90), longer=st.integers(0, 20),
+    steps=st.lists(st.integers(1, 30), min_size=90), longer=st.integers(0, 20), session=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=150, deadline=None)
 def test_a_prompt_is_found_whole_however_it_was_computed(
-    kinds: list[dict[str, int]], tokens: int, blocks: int, steps: list[int], longer: int
+    kinds: list[dict[str, int]], tokens: int, blocks: int, steps: list[int], longer: int, session: bool
 ) -> None:
-    """As by the engine's own prefix cache: all of its whole blocks, by itself and by longer ones."""
+    """As by the engine's own prefix cache: all of its whole blocks, by itself and by longer ones.
+
+    session: each step computes an input of its own.
+    """
     groups = groups_of(kinds, blocks)
     one = Planner(groups, hash_tokens=BLOCK, save_generated=False)
     unit = lcm(*(group.block_tokens for group in groups))
-    first = FakeRequest("a", list(range(tokens)))
-    one.begin(first, NOBODY)
     ends = [0, *(end for end in accumulate(steps) if end < tokens), tokens]
+    first = FakeRequest("a", list(range(ends[1] if session else tokens)))
+    one.begin(first, NOBODY)
     stored: set[tuple[int, bytes]] = set()
     table = [list(range(1, 100)) for _ in groups]
     for begin, end in pairwise(ends):
-        step = one.step([Scheduled("a", table if not begin else (), not begin, begin, end)])
+        if session and begin:
+            first.continued(begin, *range(begin, end))
+        fresh = session or not begin
+        step = one.step([Scheduled("a", table if fresh else (), fresh, begin, end)])
         for save in step.saves:
             begins = attended(kinds[save.chunks.group], begin).start
             assert save.first_block >= begins // groups[save.chunks.group].block_tokens, "the engine still has these"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
-from scheduling import Simulation, Violation
+from scheduling import Sessions, Simulation, Violation
 from scheduling_beside import Beside
 
 from kvloom_connector_vllm.scheduling.messages import Report
@@ -37,8 +37,13 @@ def test_another_connector_loads_too_and_no_kv_is_wrong() -> None:
     assert min(done[what] for what in ("hits", "stored", "others", "wrong")) > 5, "or it tests nothing"
 
 
+def test_requests_get_more_inputs_and_no_kv_is_wrong() -> None:
+    done = simulated(range(8), 400, simulation=Sessions)
+    assert min(done[what] for what in ("hits", "stored", "preempted", "continued")) > 5, "or it tests nothing"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("simulation", [Simulation, Beside])
+@pytest.mark.parametrize("simulation", [Simulation, Beside, Sessions])
 def test_a_hundred_thousand_operations(simulation: type[Simulation]) -> None:
     simulated(range(100, 200), 1000, simulation=simulation)
 

@@ -35,6 +35,15 @@ def test_one_tensor_of_many_makes_another_model(tmp_path: Path) -> None:
     assert len(seen) == 5
 
 
+def test_code_beside_the_weights_makes_another_model(tmp_path: Path) -> None:
+    safetensors(tmp_path / "model.safetensors", [100])
+    seen = {folder_digest(tmp_path)}
+    for code in ("A = 1", "A = 2"):
+        (tmp_path / "modeling_x.py").write_text(code)
+        seen.add(folder_digest(tmp_path))
+    assert len(seen) == 3
+
+
 def test_a_header_longer_than_any_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     header = b'{"x":{"data_offsets":[0,1],"y":[' + b"[]," * (3 << 20) + b"1]}}"
     file = tmp_path / "adapter_model.safetensors"

@@ -41,6 +41,13 @@ class FakeRequest:
         self.tokens.extend(tokens)
         self.rehash()
 
+    def continued(self, computed: int, *tokens: int) -> None:
+        """The next input of a session: the answer's last token, which nothing was computed with, goes, and the rest is
+        part of the prompt."""
+        del self.tokens[computed:], self.block_hashes[computed // BLOCK :]
+        self.append(*tokens)
+        self.num_prompt_tokens = len(self.tokens)
+
     def rehash(self) -> None:
         while (len(self.block_hashes) + 1) * BLOCK <= len(self.tokens):
             start = len(self.block_hashes) * BLOCK

@@ -8,6 +8,7 @@ configuration, whose groups are written down.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -71,6 +72,22 @@ class _Driver:
             }
             for one in outputs
         ]
+
+    def changed_adapter(self, prompt: list[int], lora: str, other: str, file: str) -> Any:
+        """Tokens with an adapter whose file becomes that of another while the request waits, after vLLM has evicted
+        it."""
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        adapter = LoRARequest(Path(lora).name, 1, lora)
+        for one in (adapter, LoRARequest("other", 2, other)):
+            self.llm.generate({"prompt_token_ids": prompt[::-1]}, sampling, use_tqdm=False, lora_request=one)
+        self._engine.add_request("waiting", {"prompt_token_ids": prompt}, sampling, lora_request=adapter)
+        shutil.copyfile(Path(other) / file, Path(lora) / file)
+        while self._engine.has_unfinished_requests():
+            outputs = self._engine.step()
+        return list(outputs[0].outputs[0].token_ids)
 
     def embedded(self, seeds: list[int], length: int, size: int, max_tokens: int = 8) -> Any:
         """Greedy tokens behind random embeddings in place of a prompt, one for each seed, and how much was found."""

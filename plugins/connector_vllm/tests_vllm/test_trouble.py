@@ -64,6 +64,14 @@ def test_adapters_do_not_meet(run: Run, tiny: Path, tmp_path: Path) -> None:
     # Of the same name, which is all that vLLM's own hashes cover.
     (retrained,) = run(generate(prompts, lora=str(other)), **settings)
     assert retrained[0]["cached"] == 0 and retrained[0]["tokens"] != adapted[0]["tokens"]
+    # vLLM evicts it and loads other weights from the same files.
+    prompt, file = tokens(3, 300), one / "adapter_model.safetensors"
+    kept = shutil.copyfile(file, tmp_path / "kept")
+    changes = {"prompt": prompt, "lora": str(one), "other": str(other), "file": file.name}
+    changed, _ = run({"changed_adapter": changes}, {"settle": {}}, max_loras=1, max_cpu_loras=1, **settings)
+    shutil.copyfile(kept, file)
+    (before,) = run(generate([prompt], lora=str(one)), **settings)
+    assert before[0]["cached"] == 0 and before[0]["tokens"] != changed
 
 
 @pytest.mark.parametrize(("change", "said"), [

@@ -18,7 +18,7 @@ from kvloom import KVSpec, one_line
 
 from .paged.settings import Geometry
 from .revision import digest_of, name_of, plain_json, revision_of, text_config
-from .weights import file_digest, folder_digest
+from .weights import file_digest, folder_digest, versions
 
 log = logging.getLogger(__name__)
 
@@ -214,32 +214,58 @@ class _Heads(NamedTuple):
         return cls(shards // apart, copies)
 
 
+class _Known(NamedTuple):
+    """An adapter as it was when it was first seen."""
+
+    name: str
+    files: list[tuple[str, int, int, int]]
+
+
 class Adapters:
     """LoRA adapters by their weights: vLLM's hashes cover their names and paths alone.
 
-    An adapter's files are read when it is first seen. That identity is valid as long as vLLM keeps the adapter, because
-    vLLM computes with the weights it loaded then, even if the files change.
+    An adapter's files are read when it is first seen, or loaded in place. If they change afterwards, nothing of it is
+    stored or loaded: vLLM computes with what it has loaded, until it evicts the adapter and loads the files again.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, str], str | None] = {}
+        self._known: dict[tuple[int, str], _Known | None] = {}
 
     def of(self, request: Any) -> str | None:
-        """Name and digest of the adapter of a `LoRARequest`; "" for None, and None if its files cannot be read."""
+        """Name and digest of the adapter of a `LoRARequest`; "" for None, and None if its weights are not known."""
         if request is None:
             return ""
-        key = (request.lora_int_id, request.lora_path)
+        key, path = (request.lora_int_id, request.lora_path), Path(request.lora_path)
         if key not in self._known or getattr(request, "load_inplace", False):
-            path = Path(request.lora_path)
             try:
+                files = versions(path)
                 digest = folder_digest(path) if path.is_dir() else file_digest(path)
-                self._known[key] = f"{request.lora_name}:{digest}"
+                self._known[key] = _Known(f"{request.lora_name}:{digest}", files)
             except (OSError, ValueError) as error:  # no path may have a NUL
                 log.warning(
                     "KV of requests with adapter %s is not stored: %s", one_line(request.lora_name), one_line(error)
                 )
                 self._known[key] = None
-        return self._known[key]
+        known = self._known[key]
+        if known is None:
+            return None
+        if _changed(path, known.files):
+            log.warning(
+                "KV of requests with adapter %s is neither stored nor loaded any more: its files have changed, and "
+                "vLLM may compute with these or with those before; load it in place, or unload it and load it again",
+                one_line(request.lora_name),
+            )
+            self._known[key] = None
+            return None
+        return known.name
+
+
+def _changed(path: Path, files: list[tuple[str, int, int, int]]) -> bool:
+    """Return whether vLLM may load other files than these from there."""
+    try:
+        return path.exists() and versions(path) != files
+    except OSError:
+        return True
 
 
 def _refuse_unhashed_images(config: Any) -> None:

@@ -19,6 +19,13 @@ _ROPES = {"default", "llama3", "linear", "yarn", "deepseek_yarn", "mrope", "prop
 """Rotations that depend on the model's configuration alone. LongRoPE, for example, has two, and takes the one for long
 prompts as soon as `max_model_len` allows them."""
 _BY_THE_WAY = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "use_cache"}
+_NOT_OF_EMBEDDINGS = {
+    "limit_per_prompt", "enable_mm_embeds", "allow_missing_mm_embeddings", "mm_encoder_only",
+    "mm_processor_cache_gb", "mm_processor_cache_type", "mm_hasher_algorithm", "mm_shm_cache_max_object_size_mb",
+    "mm_tensor_ipc", "mm_ipc_gpu_memory_gb", "skip_mm_profiling", "interleave_mm_strings",
+    "mm_encoder_fp8_scale_save_path", "mm_encoder_fp8_scale_save_margin",
+}  # fmt: skip
+"""Settings for images, video and audio that do not change a given one's embeddings."""
 
 
 def name_of(model: Any) -> str:
@@ -69,7 +76,29 @@ def revision_of(model: Any, config: Any) -> str:
         words.append(f"quantization_config {digest_of(plain_json(quantised))}")
     if _depends_on_length(model):
         words.append(f"max_model_len {model.max_model_len}")
+    for name, usual in (("model_impl", "auto"), ("model_class_overrides", {}), ("code_revision", None)):
+        value = getattr(model, name, usual)
+        if value != usual:
+            words.append(f"{name} {value}")
+    media = _media(model)
+    if media:
+        words.append(f"media {digest_of(plain_json(media))}")
     return ", ".join(words)
+
+
+def _media(model: Any) -> Mapping[str, Any]:
+    """Settings that change the embeddings of images, video or audio, as far as they are not the default. vLLM's hash of
+    an image covers those of its request alone."""
+    media = getattr(model, "multimodal_config", None)
+    if media is None:
+        return {}
+    usual = type(media)()
+    found = {
+        name: value for name, value in vars(media).items()
+        if name not in _NOT_OF_EMBEDDINGS and value not in ({}, getattr(usual, name, None))
+    }  # fmt: skip
+    scales = Path(str(found.get("mm_encoder_fp8_scale_path", "")))
+    return {**found, "scales": file_digest(scales)} if scales.is_file() else found
 
 
 def _depends_on_length(model: Any) -> bool:
@@ -91,22 +120,34 @@ def _config_dict(model: Any, place: Path | None) -> Mapping[str, Any]:
     source = Path(getattr(model, "hf_config_path", None) or place or "")
     if place is not None and source.exists():
         try:
-            from vllm.transformers_utils.config import get_config
-
-            hf = get_config(
-                str(source), model.trust_remote_code, code_revision=model.code_revision,
-                config_format=model.config_format,
-            )  # fmt: skip
-            return {**hf.to_dict(), "overrides": _in_words(model.hf_overrides)}
+            read = _read_config(model, source)
+            same = not callable(model.hf_overrides) or plain_json(_read_config(model, source)) == plain_json(read)
         except Exception as error:
             log.debug("the configuration of %s cannot be read again: %s", model.model, one_line(error))
+        else:
+            if not same:
+                raise ValueError(
+                    "hf_overrides: this function does not give the same configuration each time, and what vLLM "
+                    "computes with is not known; write one that does, or a dict"
+                )
+            return read
     hf = getattr(model, "hf_config", None)
     return hf.to_dict() if hasattr(hf, "to_dict") else {}
 
 
-def _in_words(overrides: Any) -> Any:
-    """JSON values that are the same in each process."""
-    return f"{overrides.__module__}.{overrides.__qualname__}" if callable(overrides) else plain_json(overrides)
+def _read_config(model: Any, source: Path) -> Mapping[str, Any]:
+    from vllm.transformers_utils.config import get_config
+
+    overrides = model.hf_overrides
+    function = overrides if callable(overrides) else None
+    hf = get_config(
+        str(source), model.trust_remote_code, code_revision=model.code_revision, config_format=model.config_format,
+        hf_overrides_fn=function,
+    )  # fmt: skip
+    fields = hf.to_dict()
+    # A function counts by its effects: its body may be another at the next start.
+    words = {"architectures": fields.get("architectures")} if function else overrides
+    return {**fields, "overrides": plain_json(words)}
 
 
 def digest_of(value: Any) -> str:

@@ -20,7 +20,8 @@ _STRIDE_BYTES = 256 << 10
 _MOST_HEADER_BYTES = 8 << 20
 """Limit for a safetensors file: some 60,000 tensors. Parsing takes 25 times as much memory, and stops all threads."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_ABOUT = (".json", ".model")
+_ABOUT = (".json", ".model", ".py")
+"""Of files that say what is computed with the weights: remote code, too."""
 
 
 def has_weights(place: Path) -> bool:
@@ -34,7 +35,7 @@ def folder_digest(folder: Path) -> str:
     Of each tensor of a safetensors file, its beginning, its end and half a KiB of every 256 KiB between; of other large
     files the same, as a whole. An edit of a few elements between may go unseen. FileNotFoundError without weights.
     """
-    files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in (*_WEIGHTS, *_ABOUT))
+    files = _files(folder)
     if not any(path.suffix in _WEIGHTS for path in files):
         raise FileNotFoundError(f"{folder}: no weights ({', '.join(_WEIGHTS)})")
     return _digest(files)
@@ -43,6 +44,17 @@ def folder_digest(folder: Path) -> str:
 def file_digest(path: Path) -> str:
     """The same of one file."""
     return _digest([path])
+
+
+def versions(place: Path) -> list[tuple[str, int, int, int]]:
+    """Name, inode, size and time of change of each of these files, which are others if one was written since."""
+    files = _files(place) if place.is_dir() else [place]
+    found = [(path.name, path.stat()) for path in files]
+    return [(name, status.st_ino, status.st_size, status.st_mtime_ns) for name, status in found]
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in (*_WEIGHTS, *_ABOUT))
 
 
 def _digest(files: list[Path]) -> str:

@@ -199,6 +199,7 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._scheduler is not None
         owner = self._owner(request)
         if owner is None:
+            self._scheduler.end(request.request_id)  # its adapter may have been known when it came
             return 0, False
         if not self._consumes or getattr(request, "skip_reading_prefix_cache", False):
             self._scheduler.begin(request, owner, num_computed_tokens)

@@ -53,7 +53,7 @@ class Planner:
         state = self._states.get(request.request_id)
         if state is None:
             tracks = tuple(Track(group) for group in range(len(self.groups)))
-            state = self._states[request.request_id] = State(request, owner, tracks)
+            state = self._states[request.request_id] = State(request, owner, tracks, request.num_prompt_tokens)
         state.begun = local
 
     def end(self, request: str, blocks: Sequence[Sequence[int]] = ()) -> tuple[Move, ...]:
@@ -256,6 +256,7 @@ class Planner:
             if state is None:  # nothing of it is kept
                 continue
             if one.fresh:
+                state.prolong()
                 for track, table in zip(state.tracks, one.blocks, strict=True):
                     track.blocks = list(table)
                     touched.append(self._naming.prompt(state, track))

@@ -34,6 +34,8 @@ class State:
     request: Request
     owner: Owner
     tracks: tuple[Track, ...]
+    prompt_tokens: int
+    """Of its prompt, when it was last looked at."""
     due: float = 0
     """Nothing is to be saved in a step after which there are fewer tokens."""
     computed: int = 0
@@ -47,6 +49,14 @@ class State:
     """Something did not come that was said to be there: it computes itself, instead of trying again for ever."""
     sealed: bool = False
     """The request began before a reset: its KV is not loaded or saved any more."""
+
+    def prolong(self) -> None:
+        """Have its tail saved again if the engine has made its prompt longer, by another input of a session."""
+        if self.prompt_tokens != self.request.num_prompt_tokens:
+            self.prompt_tokens = self.request.num_prompt_tokens
+            self.due = 0
+            for track in self.tracks:
+                track.tail_saved = False
 
 
 class Naming:
