@@ -28,8 +28,8 @@ class CodecConfig(Config):
     common, which only the profile of a model tells. `lossless`: every bit comes back. `cachegen`: a scale for each
     token and as many levels as LMCache's CacheGen has."""
     quality: Literal["high", "default", "small"] | Annotated[float, Field(gt=0.0, le=MOST_STEP)] = "default"
-    """For `step` and `klt`: the steps in standard deviations, in `step` those of V; by name 0.25, 0.375 (in `klt` 0.5) and
-    0.75."""
+    """For `step` and `klt`: the steps in standard deviations, in `step` those of V; by name 0.25, 0.375 (in `klt` 0.5),
+    and 0.75."""
     profile: Path | None = None
     """The output of `kvloom calibrate` for this model: `klt` needs it; in `step` the steps follow it."""
     codec_gate: bool | None = None
