@@ -22,6 +22,7 @@ ALLOWED = {
     "core/src/kvloom/runtime/system.py": "the priority of a thread alone, on Linux",
     "core/src/kvloom/numa.py": "the processors of a thread alone, on Linux",
     "core/src/kvloom/memory/pages.py": "torch in a forked child, whose threads of OpenMP are not there",
+    "core/src/kvloom/cli/main.py": "all verbs",
     "plugins/tools/src/kvloom_tools/replay/sweep.py": "a verb",
     "plugins/tools/src/kvloom_tools/verbs/trace.py": "a verb; it puts the handlers back",
     "plugins/backend_mooncake/src/kvloom_backend_mooncake/client.py": "Mooncake's client reads variables, at any time",

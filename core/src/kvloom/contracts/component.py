@@ -7,14 +7,16 @@ import re
 from abc import ABC
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import pydantic
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import CoreSchema, core_schema
 
 from kvloom.redaction import masked
 from kvloom.types import KVSpec
+
+if TYPE_CHECKING:
+    from pydantic_core import CoreSchema
 
 _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"\s*(-?[0-9]*\.?[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
@@ -41,6 +43,8 @@ class ByteSize(pydantic.ByteSize):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[Any], handler: pydantic.GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core import core_schema  # here: bench/bare.py has no stand-in for it
+
         return core_schema.no_info_after_validator_function(
             _plausible, super().__get_pydantic_core_schema__(source, handler)
         )

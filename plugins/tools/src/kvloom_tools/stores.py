@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from kvloom import BackendError, ConfigError, KVLoomError, inspection, output
+from kvloom import BackendError, ConfigError, KVLoomError, output
 
 if TYPE_CHECKING:
     from kvloom import KVSpec
@@ -87,6 +87,8 @@ def said(error: BaseException) -> str:
 @contextmanager
 def for_a_try(choice: TierChoice) -> Iterator[TierChoice]:
     """The tier; where its directory is not there yet, one like it in a directory beside that is gone afterwards."""
+    from kvloom import inspection
+
     assert choice.backend is not None
     place = getattr(choice.backend.config, "path", None)
     named = isinstance(place, Path) or (isinstance(place, str) and os.sep in place)
