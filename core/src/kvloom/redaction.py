@@ -18,7 +18,7 @@ _LOGIN = re.compile(r"(?<=://)[^/?#\s'\"]*@")
 _LOGIN_IN_TEXT = re.compile(r"(?<![^\s/'\"@])[^\s/'\"@:]+:[^\s/'\"@]+@|(?<=://)[^/?#\s'\"]*@")
 """Also of an address without a scheme."""
 _QUERY = re.compile(r"(://[^\s?'\"]*\?)[^\s'\"]+")
-"""Of a URL: it may have a key to a service, under any name."""
+"""The query of a URL, which may have a key to a service under any name."""
 _KEY = re.compile(r"[A-Za-z0-9+/_-]{43}=")
 _INTERPOLATED = re.compile(r"(\$\{[^}]*\})")
 

@@ -23,7 +23,7 @@ DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_
 
 _MOST = 1 << 31
 _MOST_RANKS = 1 << 12
-"""What needs every rank makes a spec and keys of each."""
+"""Maximum number of ranks: an index makes a spec and keys for each."""
 
 EXACT = "exact"
 """The fidelity of KV that equals, bit for bit, what the engine computed."""

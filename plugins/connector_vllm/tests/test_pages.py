@@ -357,7 +357,7 @@ def test_by_layer_it_is_so_for_each_layer(chunks: int, layers: int) -> None:
 
 
 class ByLibrary(VLLMConnector):
-    """What torch would do by several launches for each layer and chunk is one call in the simulation."""
+    """Fails where torch would move pages, by several launches for each layer and chunk that the simulation counts as one."""
 
     def _by_torch(self, *args: Any, **how: Any) -> None:
         raise AssertionError("the library was not used")

@@ -21,7 +21,7 @@ _MOST_HEADER_BYTES = 8 << 20
 """Limit for a safetensors file: some 60,000 tensors. Parsing takes 25 times as much memory, and stops all threads."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _ABOUT = (".json", ".model", ".py")
-"""Of files that say what is computed with the weights: remote code, too."""
+"""Suffixes of files that say how to compute with the weights, remote code included."""
 
 
 def has_weights(place: Path) -> bool:

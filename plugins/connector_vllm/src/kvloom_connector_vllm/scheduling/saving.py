@@ -35,7 +35,7 @@ class State:
     owner: Owner
     tracks: tuple[Track, ...]
     prompt_tokens: int
-    """Of its prompt, when it was last looked at."""
+    """Number of tokens of its prompt, when it was last looked at."""
     due: float = 0
     """Nothing is to be saved in a step after which there are fewer tokens."""
     computed: int = 0

@@ -34,7 +34,7 @@ def _text(file: Path) -> str:
 
 
 def _parsed(file: Path, text: str) -> tuple[dict[str, Any], dict[tuple[str, str], Row], str]:
-    """What rows depend on, the rows by item and codec, and a row that was cut off. Raises KVLoomError."""
+    """Read what rows depend on, the rows by item and codec, and a row that was cut off. Raises KVLoomError."""
     try:
         header, *lines, cut_off = text.split("\n")
         theirs = dict(json.loads(header)["about"])

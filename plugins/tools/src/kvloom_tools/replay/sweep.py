@@ -24,7 +24,7 @@ NO_LIMIT = "without limits"
 _MOST_BYTES = 1 << 40
 """Largest size of the KV of one token: no model comes near."""
 _MOST_DIGITS = 18
-"""Of a number on the command line."""
+"""Maximum number of digits of a number on the command line."""
 
 
 @dataclass(frozen=True, slots=True)
