@@ -357,7 +357,7 @@ def test_by_layer_it_is_so_for_each_layer(chunks: int, layers: int) -> None:
 
 
 class ByLibrary(VLLMConnector):
-    """Fails where torch would move pages, by several launches for each layer and chunk that the simulation counts as one."""
+    """Fails where torch would move pages: by several launches, which the simulation counts as one."""
 
     def _by_torch(self, *args: Any, **how: Any) -> None:
         raise AssertionError("the library was not used")
