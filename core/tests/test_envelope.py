@@ -64,7 +64,7 @@ EDITS = st.sampled_from([
 
 
 @given(st.lists(st.tuples(DESCRIPTIONS, st.lists(EDITS, max_size=2)), min_size=1, max_size=4), KEYS, st.none() | KEYS)
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_a_description_like_one_before_reads_as_if_it_were_the_first(
     several: list[tuple[envelope.Description, list[tuple[bytes, bytes]]]], key: str, same: str | None
 ) -> None:

@@ -353,7 +353,7 @@ def start_children(method: str, folder: Path, times: int) -> None:
 def test_children_of_a_busy_parent(tmp_path: Path) -> None:
     """By fork; spawn and forkserver are slow."""
     pytest.importorskip("kvloom_backend_disk")
-    start_children("fork", tmp_path, 4)
+    start_children("fork", tmp_path, 2)
 
 
 @pytest.mark.slow

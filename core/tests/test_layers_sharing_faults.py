@@ -246,7 +246,7 @@ def mixed_load(open_engine: Open, *, seconds: float, capacity: str) -> None:
 
 @pytest.mark.parametrize("capacity", ["40KiB", "1MiB"])
 def test_all_verbs_at_once(open_engine: Open, capacity: str) -> None:
-    mixed_load(open_engine, seconds=0.7, capacity=capacity)
+    mixed_load(open_engine, seconds=0.4, capacity=capacity)
 
 
 @pytest.mark.slow

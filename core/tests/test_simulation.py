@@ -18,7 +18,7 @@ from simulation.planted import PLANTS, Plant
 from simulation.world import run_seed
 
 HERE = Path(__file__).parent
-SHORT_OPS = 3_000
+SHORT_OPS = 2_000
 LONG_OPS = int(os.environ.get("SIMULATION_OPS", 200_000))
 """`SIMULATION_OPS=1000000 make test-full` runs a million."""
 UNTIL = float(os.environ.get("TEST_UNTIL", "inf"))

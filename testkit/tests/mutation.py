@@ -75,9 +75,10 @@ def pytest_collection_finish(session):
 def pytest_runtest_setup(item):
     effort.brief = brief = wanted[item.cls.__name__][1]
     if item.cls.kind == "backend":  # what is right must not fail on a slow machine; mutants keep everybody waiting
-        from kvloom_testkit.backends import lifetime, listing, values
+        from kvloom_testkit.backends import forms, lifetime, listing, values
 
         lifetime._SECONDS, listing.SETTLING_SECONDS, values.ANSWER_SECONDS = (5, 6, 10) if brief else (0.3, 1.2, 2)
+        forms.ANSWER_SECONDS = values.ANSWER_SECONDS
 
 
 def pytest_runtest_logreport(report):

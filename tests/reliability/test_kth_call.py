@@ -148,7 +148,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("for_good", [False, True], ids=["once", "for good"])
 @pytest.mark.parametrize("when", ["before", "half", "after"])
 def test_the_kth_call_fails(when: When, for_good: bool, tally: Callable[..., None]) -> None:
-    runs, calls = fail_each(CONFIGS["plain"], when, for_good=for_good, step=5 if for_good else 3)
+    runs, calls = fail_each(CONFIGS["plain"], when, for_good=for_good, step=7 if for_good else 5)
     tally(runs=runs, calls=calls)
 
 

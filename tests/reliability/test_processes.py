@@ -44,7 +44,7 @@ def meet(path: Path, number: int, seconds: float, tally: Callable[..., None]) ->
 
 
 def test_processes_that_meet(store_path: Path, tally: Callable[..., None]) -> None:
-    meet(store_path, 3, 1.5, tally)
+    meet(store_path, 3, 0.5, tally)
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ def run(path: Path, seconds: float, tally: Callable[..., None]) -> str:
 
 
 def test_mixed_load_for_a_moment(tmp_path: Path, tally: Callable[..., None]) -> None:
-    run(tmp_path, 1.5, tally)
+    run(tmp_path, 0.8, tally)
 
 
 @pytest.mark.slow

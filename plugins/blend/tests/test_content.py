@@ -64,7 +64,7 @@ def engine() -> Any:
         yield engine
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(offset=st.integers(0, 60), begin=st.integers(0, 60), seed=st.integers(0, 5))
 def test_runs_are_found_at_every_offset_by_who_never_saw_them(engine: Any, offset: int, begin: int, seed: int) -> None:
     known = text(seed, 200)

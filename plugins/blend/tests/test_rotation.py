@@ -61,7 +61,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(((alike & numbers) | (~numbers & (other != other))).all())
 
 
-few = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+few = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 0.05, torch.float16: 0.01}
 positions = st.integers(0, MOST)
 LLAMA = Rotation(1.0 / (1e4 ** (torch.arange(32) / 32)), head_size=64)

@@ -122,7 +122,7 @@ def config_of(tier: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
 def test_no_order_of_work_shows(registry: Registry, hostile: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "MOST_BYTES", 3 * 4096)
     Packed.hostile, hits = hostile, 0
-    for seed in range(8):  # the device has room for three chunks, and a request four at most
+    for seed in range(5):  # the device has room for three chunks, and a request four at most
         device = SimulatedDevice(seed)
         with device.installed(), Engine.open(config_of({"type": "dict"}), SPEC, registry=registry) as engine:
             model = Model(seed, engine, device)
@@ -131,7 +131,7 @@ def test_no_order_of_work_shows(registry: Registry, hostile: float, monkeypatch:
                 engine.flush(20)
             device.settle()
             hits += model.hits
-    assert hits > 80 and len(Packed.launches) > 40
+    assert hits > 50 and len(Packed.launches) > 25
 
 
 def stored(engine: Engine, device: SimulatedDevice, chunks: int) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -29,7 +29,7 @@ def test_the_same_model_has_the_same_name_in_every_process(model: Path) -> None:
 @pytest.mark.parametrize("change", [
     "weights", "dtype", "block size", "layout", "heads", "layers", "cache dtype", "ranks", "rank", "version", "isa",
     "hash", "quantization", "quantised layers", "config", "longest prompt", "salt", "adapter", "reset",
-    "seed of dummies", "implementation", "class", "revision of the code",
+    "seed of dummies", "additional settings",
 ])  # fmt: skip
 def test_what_may_not_be_shared_has_another_name(model: Path, change: str) -> None:
     config, known, more = vllm_config(str(model)), kv_cache_config(), {}
@@ -66,12 +66,8 @@ def test_what_may_not_be_shared_has_another_name(model: Path, change: str) -> No
         config.model_config.quantization = "awq"
     elif change == "quantised layers":
         config.model_config.quantization_config = {"ignore": ["qkv_proj"]}
-    elif change == "implementation":
-        config.model_config.model_impl = "transformers"
-    elif change == "class":
-        config.model_config.model_class_overrides = {"LlamaForCausalLM": "module:Class"}
-    elif change == "revision of the code":
-        config.model_config.code_revision = "abc"
+    elif change == "additional settings":
+        config.additional_config = {"of a platform": True}
     elif change == "longest prompt":
         config.model_config.hf_text_config = SimpleNamespace(rope_parameters={"rope_type": "longrope"})
         config.model_config.max_model_len = 512
@@ -95,7 +91,7 @@ def test_what_may_not_be_shared_has_another_name(model: Path, change: str) -> No
 def test_fields_that_change_nothing_do_not_count(model: Path) -> None:
     config = vllm_config(str(model))
     before = namespace(config)
-    vars(config.model_config).update(model_impl="auto", model_class_overrides={}, code_revision=None)
+    config.additional_config = {}
     assert namespace(config) == before
     config.model_config.hf_config = SimpleNamespace(to_dict=lambda: {"layers": 3, "transformers_version": "9"})
     assert namespace(config) == before

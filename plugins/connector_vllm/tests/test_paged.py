@@ -23,7 +23,7 @@ from kvloom_connector_vllm.paged.table import PageTable
 
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint8")
 FORMS = ("pair", "leading 2", "second 2", "joined", "whole", "whole pairs")
-many = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+many = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @dataclass

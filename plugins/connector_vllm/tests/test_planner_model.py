@@ -315,7 +315,7 @@ class Engine(RuleBasedStateMachine):
 
 
 TestEngine = Engine.TestCase
-TestEngine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestEngine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 
 
 @given(
@@ -352,7 +352,7 @@ def test_the_longest_prefix_is_found(
     kinds=st.sampled_from(KINDS), tokens=st.integers(1, 90), blocks=st.integers(1, 5),
     steps=st.lists(st.integers(1, 30), min_size=90), longer=st.integers(0, 20), session=st.booleans(),
 )  # fmt: skip
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_a_prompt_is_found_whole_however_it_was_computed(
     kinds: list[dict[str, int]], tokens: int, blocks: int, steps: list[int], longer: int, session: bool
 ) -> None:

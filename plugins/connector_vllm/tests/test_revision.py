@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from identity_support import namespace
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from vllm_fakes import vllm_config
 
 
@@ -99,3 +102,39 @@ def test_settings_that_change_an_images_embeddings_have_another_name(model: Path
         scales.write_text(content)
         found.append(named(mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path=str(scales)))
     assert len({plain, *found}) == len(found) + 1
+
+
+@dataclass
+class Settings:
+    """A block of a later vLLM."""
+
+    backend: str = ""
+    load_format: str = "auto"
+    max_loras: int = 1
+    seed: int = 0
+    added: str = "auto"
+    listed: list[str] = field(default_factory=lambda: ["a"])
+    described: int = Field(default=3, ge=0)
+    made: list[str] = Field(default_factory=lambda: ["a"])
+
+
+@pytest.mark.parametrize("block", ["model_config", "load_config", "lora_config", "attention_config"])
+def test_settings_that_are_not_known_to_change_nothing_count(model: Path, block: str) -> None:
+    """Those of a later vLLM, too. Its defaults do not, so that two versions share what they compute alike."""
+    config = vllm_config(str(model))
+    config.model_config.dtype = "torch.bfloat16"
+    here = getattr(config, block, SimpleNamespace())
+
+    def named(**changed: Any) -> str:
+        settings = Settings(**changed)
+        for name, value in vars(here).items():
+            setattr(settings, name, value)
+        setattr(config, block, settings)
+        return namespace(config)
+
+    usual = {namespace(config), named(), named(added="torch.bfloat16")}
+    assert len(usual) == 1, "auto becomes the model's dtype"
+    changed = [{"added": "other"}, {"listed": ["b"]}, {"described": 4}, {"made": []}, {"added": "x" * 1000}]
+    assert len(usual | {named(**each) for each in changed}) == 6
+    known = {"model_config": "seed", "load_config": "load_format", "lora_config": "max_loras"}.get(block, "backend")
+    assert {named(**{known: 2 if known in ("seed", "max_loras") else "pt"})} == usual

@@ -24,6 +24,7 @@ def test_bytes_by_group_are_those_that_are_stored(
     groups = engine.footprint()["groups"]
     assert {group["kind"] for group in groups} == KINDS[kind]
     assert {group["chunk_tokens"] for group in groups} == {BLOCK}
+    assert not any("_config." in group["spec"]["revision"] for group in groups), "vLLM's defaults are not named"
     stored = sorted(size for some in sizes.values() for size in some)
     planned = sorted(group["page_bytes"] * group["layers"] for group in groups)
     assert len(stored) == len(planned) == 2

@@ -40,7 +40,7 @@ PAST_CACHE = {"layers": 1, "hidden": 7001, "before": 1}
 
 @example(lengths=[30] * 6, dtype="bfloat16", offset=3, seed=0, **PAST_CACHE)
 @example(lengths=[70] * 6, dtype="float8_e4m3fn", offset=5, seed=1, **PAST_CACHE)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     layers=st.integers(1, 3),

@@ -195,7 +195,7 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
     return small(tier(**PAGES, name="near", least=least), far, chunk=chunk)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(config=configurations(), seed=st.integers(0, 1 << 16), conversations=st.integers(2, 40))
 def test_whatever_the_tiers_are(
     config: dict[str, Any], seed: int, conversations: int, monkeypatch: pytest.MonkeyPatch

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,47 @@ _NOT_OF_EMBEDDINGS = {
     "mm_encoder_fp8_scale_save_path", "mm_encoder_fp8_scale_save_margin",
 }  # fmt: skip
 """Settings for images, video and audio that do not change a given one's embeddings."""
+_ELSEWHERE = {
+    "model_config": {
+        # in the revision, or in the identity of a layer
+        "model", "model_weights", "hf_config", "hf_text_config", "hf_config_path", "hf_overrides", "config_format",
+        "revision", "quantization", "quantization_config", "max_model_len", "multimodal_config", "seed", "dtype",
+        # what becomes of prompts before the model, and of its output
+        "runner", "convert", "tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init",
+        "allowed_local_media_path", "allowed_media_domains", "enable_prompt_embeds", "io_processor_plugin",
+        "renderer_num_workers", "pooler_config", "logits_processors", "max_logprobs", "logprobs_mode",
+        "return_sampling_mask", "use_fp64_gumbel", "generation_config", "override_generation_config",
+        "served_model_name",
+        # how it is run and kept, and what loading it finds out
+        "trust_remote_code", "hf_token", "is_submodel_config", "spec_target_max_model_len", "enforce_eager",
+        "enable_trace_replay", "disable_cascade_attn", "disable_sliding_window", "allow_deprecated_quantization",
+        "word_embeddings_untied_by_checkpoint", "enable_sleep_mode", "sleep_preserve_parameter_names",
+        "sleep_mode_backend", "sleep_mode_offload_cudagraph", "enable_nccl_comm_suspend", "enable_cumem_allocator",
+    },
+    "load_config": {
+        "load_format", "download_dir", "safetensors_load_strategy", "safetensors_prefetch_num_threads",
+        "safetensors_prefetch_block_size", "device", "use_tqdm_on_load", "pt_load_map_location",
+    },
+    "lora_config": {
+        "max_lora_rank", "max_loras", "fully_sharded_loras", "max_cpu_loras", "specialize_active_lora",
+        "enable_mixed_moe_lora_format", "enable_moe_shared_loras", "max_lora_cls_labels",
+    },
+    "attention_config": {  # kernels that round in another way, and sizes of theirs
+        "backend", "backend_per_kind", "minimax_m3_msa_decode_backend", "mla_prefill_backend", "use_trtllm_attention",
+        "flash_attn_version", "flash_attn_max_num_splits_for_cuda_graph", "tokenspeed_mla_min_split_kv",
+        "tq_max_kv_splits_for_cuda_graph", "sparse_mla_force_mqa", "sparse_mla_prefill_workspace_factor",
+        "hisparse_config", "flex_attn_block_m", "flex_attn_block_n", "flex_attn_q_block_size",
+        "flex_attn_kv_block_size",
+    },
+    "kernel_config": {
+        "ir_op_priority", "enable_flashinfer_autotune", "enable_rocm_segmented_attn_autotune",
+        "enable_cutedsl_warmup", "enable_jit_warmup", "sparse_indexer_topk_backend",
+    },
+    "mamba_config": {"backend", "ssu_algorithm"},
+    "engram_config": {"cpu_offload", "embedding_across_dp", "dp_shared_memory", "use_thp"},
+}  # fmt: skip
+"""By block of vLLM's configuration, fields that do not change what is computed for a token, or that count elsewhere.
+All others count, those that a later vLLM adds, too."""
 
 
 def name_of(model: Any) -> str:
@@ -76,14 +118,35 @@ def revision_of(model: Any, config: Any) -> str:
         words.append(f"quantization_config {digest_of(plain_json(quantised))}")
     if _depends_on_length(model):
         words.append(f"max_model_len {model.max_model_len}")
-    for name, usual in (("model_impl", "auto"), ("model_class_overrides", {}), ("code_revision", None)):
-        value = getattr(model, name, usual)
-        if value != usual:
-            words.append(f"{name} {value}")
+    for block in sorted(_ELSEWHERE):
+        settings = model if block == "model_config" else getattr(config, block, None)
+        words += _counted(block, settings, str(getattr(model, "dtype", None)))
+    more = getattr(config, "additional_config", None)
+    if more:
+        words.append(f"additional_config {digest_of(plain_json(more))}")
     media = _media(model)
     if media:
         words.append(f"media {digest_of(plain_json(media))}")
     return ", ".join(words)
+
+
+def _counted(block: str, settings: Any, dtype: str) -> Iterator[str]:
+    """Those that count, in words, as far as they are not the default, which may be the model's dtype."""
+    for field in fields(settings) if is_dataclass(settings) else ():
+        value = getattr(settings, field.name)
+        if field.name not in _ELSEWHERE[block] and value != _usual(field) and str(value) != dtype:
+            text = json.dumps(value, sort_keys=True, default=str)
+            yield f"{block}.{field.name} {text if len(text) <= 40 else digest_of(value)}"
+
+
+def _usual(field: Any) -> Any:
+    """The default of a field, also of one that pydantic describes. Some defaults cannot be had by making an object
+    without arguments: vLLM's model then is one on a hub."""
+    for source in (field.default, field):
+        factory = getattr(source, "default_factory", None)
+        if factory not in (None, MISSING):
+            return factory()
+    return getattr(field.default, "default", field.default)
 
 
 def _media(model: Any) -> Mapping[str, Any]:
