@@ -47,13 +47,13 @@ $(READY): constraints.txt requirements-dev.txt $(PACKAGES:=/pyproject.toml)
 demo: $(READY) ## prefill a document once, answer from its stored KV in a second process; CODEC=cachegen
 	$(BIN)/kvloom demo $(if $(CODEC),--codec $(CODEC))
 
+LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
 lint: $(READY) ## ruff, and mypy --strict on core and the tools
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(LINT)
 
 test: $(READY) ## every test that is not slow, and beside them lint and types, which use one core
-	@$(MAKE) --no-print-directory lint >$(VENV)/lint.log 2>&1 & lint=$$!; \
+	@($(LINT)) >$(VENV)/lint.log 2>&1 & lint=$$!; \
 	$(BIN)/pytest -m "not slow" -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder; tests=$$?; \
 	wait $$lint; lint=$$?; cat $(VENV)/lint.log; exit $$((tests + lint))
 
