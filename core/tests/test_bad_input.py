@@ -99,9 +99,11 @@ def test_the_name_of_a_file_that_can_be_none() -> None:
     assert refused("~no-such-user/a.yaml") == "~no-such-user/a.yaml: cannot be read: No such file or directory"
 
 
-@pytest.mark.parametrize("source", [[1], None, 7, b"engine.yaml"])
-def test_what_no_configuration_can_be_read_from(source: Any) -> None:
-    with pytest.raises(TypeError, match=rf"^config: expected the path of a YAML .* got {type(source).__name__}$"):
+@pytest.mark.parametrize(
+    ("source", "got"), [([1], "list"), (None, "nothing"), ("", "nothing"), (7, "int"), (b"engine.yaml", "bytes")]
+)
+def test_what_no_configuration_can_be_read_from(source: Any, got: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^config: expected the path of a YAML .* got {got}$"):
         EngineConfig.load(source)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +48,22 @@ def test_a_request_whose_load_failed_does_not_try_for_ever(
     assert two.failed == set(range(6))
     assert two.matched(request) == 0
     assert two.matched(FakeRequest("c", PROMPT[:])) == 24, "others may try"
+
+
+def test_nothing_is_saved_of_a_step_that_failed_nor_later(
+    pretended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = pretended(tiers=[MEMORY, disk(tmp_path)])
+    others = [5] * 27
+    assert one.serve(FakeRequest("a", others), range(8)) == 0
+    with monkeypatch.context() as failing:
+        failing.setattr(one.workers[0], "save", partial(one.workers[0].save, computed=False))
+        one.serve(FakeRequest("b", PROMPT[:]), range(8, 16))
+    one.serve(FakeRequest("c", [6] * 27), range(8))
+    two = pretended(tiers=[disk(tmp_path)])
+    for each in (one, two):
+        assert each.matched(FakeRequest("d", others)) == 24
+        assert each.matched(FakeRequest("e", PROMPT[:])) == each.matched(FakeRequest("f", [6] * 27)) == 0
 
 
 def test_what_was_planned_before_a_failure_was_known_is_not_saved(pretended: Any, tmp_path: Path) -> None:

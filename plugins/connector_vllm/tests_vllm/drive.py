@@ -73,6 +73,20 @@ class _Driver:
             for one in outputs
         ]
 
+    def fail(self, prompt: list[int], layer: int) -> Any:
+        """The error of a step in which computing a layer fails, as one without memory does."""
+        import torch
+
+        def fails(*_: Any) -> None:
+            raise torch.OutOfMemoryError("no memory")
+
+        self.llm.apply_model(lambda model: model.model.layers[layer].register_forward_pre_hook(fails))
+        try:
+            self.generate([prompt])
+        except Exception as error:
+            return type(error).__name__
+        return None
+
     def changed_adapter(self, prompt: list[int], lora: str, other: str, file: str) -> Any:
         """Tokens with an adapter whose file becomes that of another while the request waits, after vLLM has evicted
         it."""

@@ -48,6 +48,18 @@ def test_a_store_that_fails_costs_time_and_nothing_else(
     assert usage == 0
 
 
+def test_nothing_is_kept_of_a_step_that_failed(run: Run, stored: tuple[Path, Any, Any]) -> None:
+    """vLLM tells connectors to save on its way out of such a step, too."""
+    _, control, _ = stored
+    others = [tokens(90, len(prompt)) for prompt in PROMPTS]  # blocks that are used again hold something
+    _, error = run(generate(others), {"fail": {"prompt": PROMPTS[0], "layer": 2}})
+    assert error == "OutOfMemoryError"
+    found, again = run(generate(), generate())
+    assert found[0]["cached"] == 0
+    assert [one["tokens"] for one in found] == [one["tokens"] for one in control]
+    same(again, control)
+
+
 def test_adapters_do_not_meet(run: Run, tiny: Path, tmp_path: Path) -> None:
     import make_model
 

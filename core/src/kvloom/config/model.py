@@ -87,18 +87,16 @@ class EngineConfig(BaseModel):
     def load(cls, source: str | Path | Mapping[str, Any] | EngineConfig) -> EngineConfig:
         """From the path of a YAML file, a mapping of the same shape, or a config.
 
-        Raises ConfigError, and TypeError for anything else.
+        Raises ConfigError, also for anything else: in an engine's settings it may be whatever JSON can say.
         """
         if isinstance(source, EngineConfig):
             return source
         if isinstance(source, Mapping):
             return cls._built(source)
-        if isinstance(source, str | Path):
+        if isinstance(source, str | Path) and source != "":
             return cls.from_file(source)
-        raise TypeError(
-            "config: expected the path of a YAML file (str or Path), a mapping or an EngineConfig, "
-            f"got {type(source).__name__}"
-        )
+        got = "nothing" if source in (None, "") else type(source).__name__
+        raise ConfigError("config", f"expected the path of a YAML file, a mapping or an EngineConfig, got {got}")
 
     @classmethod
     def from_file(cls, path: str | Path) -> EngineConfig:

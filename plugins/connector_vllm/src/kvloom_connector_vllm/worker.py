@@ -82,6 +82,7 @@ class Worker:
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._failures = 0
+        self._step_failed = False
         self._told = False
         """That KV was not saved in time."""
         self._idle = self._patient = False
@@ -143,12 +144,16 @@ class Worker:
                 for each in range(load.layers.layers) if layer is None else (layer,):
                     load.layers.wait(each)
 
-    def save(self) -> None:
+    def save(self, *, computed: bool = True) -> None:
         """The step has been computed, or queued on the device. Its saves begin later.
 
         They take the interpreter from the thread that has to choose this step's tokens, or to compute a prompt's last.
+        computed: False if it failed. Nothing is saved any more then, as later steps compute with what it left.
         """
         assert self._orders is not None
+        if not (computed or self._step_failed):
+            self._step_failed = True
+            log.warning("KV is not saved any more: computing a step failed, and what it left is not what tokens have")
         self._end_awaited()  # first: what was computed with KV that did not come is not saved
         orders, self._orders = self._orders, None
         self._idle, self._patient = orders.idle, orders.patient
@@ -258,8 +263,9 @@ class Worker:
 
     def _save_later(self, moves: Sequence[Move], orders: Orders, touched: Sequence[Chunks] = ()) -> None:
         """Save KV, and note the use of chunks: after `LATER_SECONDS`, or once saves are needed."""
-        if not self._asynchronous and orders.failures.get(self._rank, 0) < self._failures:
-            # Planned before the scheduler knew that some KV had not come: what was computed may be wrong.
+        # Planned before the scheduler knew that some KV had not come: what was computed may be wrong.
+        behind = not self._asynchronous and orders.failures.get(self._rank, 0) < self._failures
+        if behind or self._step_failed:
             self._report.saved.update(move.number for move in moves)
             moves = ()
         saves = {move.number: self._transfers(move) for move in moves}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -327,8 +328,9 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Saves begin when the whole step has been computed: nothing is in the way of computing it."""
 
     def wait_for_save(self) -> None:
+        """vLLM calls this also on the way out of a step that raised: out of memory, say, or because a rank has died."""
         assert self._worker is not None
-        self._worker.save()
+        self._worker.save(computed=sys.exc_info()[0] is None)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         assert self._worker is not None
