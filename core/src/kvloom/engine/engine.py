@@ -165,8 +165,7 @@ class Engine(LayerVerbs):
     def get_or_create(cls, instance_id: str, config: Source, spec: KVSpec) -> Engine:
         """The engine of that name in this process, opened if there is none.
 
-        Raises ValueError if there is one with another configuration or spec, TypeError for a
-        configuration of no kind that `open` takes.
+        Raises ConfigError, and ValueError if there is one with another configuration or spec.
         """
         config = EngineConfig.load(config)
         find = partial(_named.get_or_open, instance_id, partial(cls.open, config, spec))

@@ -60,6 +60,25 @@ class Trouble:
         (answer,) = bench.ask(session, [other])
         bench.compare(other, answer, "after a request that failed, a prompt")
 
+    def test_E37_failed_steps_are_not_stored(self, bench: Bench) -> None:
+        """Answers are right in the next process where computing a step failed in the one before.
+
+        Why: what is not computed is not what the tokens have, and is found with a right checksum.
+
+        Usually: a `wait_for_save` that saves whenever it is called. vLLM calls it on its way out of a step that raised,
+        too; `sys.exc_info()` tells.
+        """
+        session = bench.session("fails", store="failed")
+        bench.ask(session, [tokens(90, 6 * bench.chunk)])
+        bench.forget(session)
+        prompt = tokens(91, 4 * bench.chunk + 1)
+        if not session.engine.call("fail", prompt=prompt):
+            raise NotApplicableError("the engine went on although computing failed")
+        bench.end_session()
+        session = bench.session("after it failed", store="failed")
+        (answer,) = bench.ask(session, [prompt])
+        bench.compare(prompt, answer, "after a step that failed, a prompt")
+
     def test_E26_claims_fit_the_request(self, bench: Bench) -> None:
         """Claims are not negative, leave the last token of a synchronous load to compute, and are no empty promise.
 

@@ -42,6 +42,7 @@ class Driver(RenamesTogether, WritesSlowly):
         self._settle, self._patience = settle, patience
         worker = getattr(core.model_executor, "driver_worker", None)  # None with ranks, in processes of their own
         runner = worker and worker.worker.model_runner
+        self._model = runner and runner.model
         config, caches = (runner.kv_cache_config, runner.kv_caches) if runner else (self._scheduler.kv_cache_config, ())
         self._watch = Watch(self._scheduler, groups_of(config, caches))
         if runner:
@@ -157,6 +158,23 @@ class Driver(RenamesTogether, WritesSlowly):
             self._watch.when_asked = lambda: damage(Path(folder), how)
         else:
             self._watch.when_promised = lambda: damage(Path(folder), how)
+
+    def fail(self, **request: Any) -> bool:
+        """Answer a request whose last layer fails, as one without memory does; return whether that ended the step."""
+        import torch
+
+        def fails(*_: Any) -> None:
+            raise torch.OutOfMemoryError("out of memory, says the kit")
+
+        layers = max((one for one in self._model.modules() if isinstance(one, torch.nn.ModuleList)), key=len)
+        hook = layers[-1].register_forward_pre_hook(fails)
+        try:
+            self.generate([request])
+        except torch.OutOfMemoryError:
+            return True
+        finally:
+            hook.remove()
+        return False
 
     def overwrite_given(self) -> None:
         """From now on, overwrite blocks that a step gives to a request at its start. Not for models with states."""

@@ -53,6 +53,15 @@ class EndsTheProcessAtLosses(Mutant, DirectoryConnector):
         return data
 
 
+class StoresFailedSteps(Mutant, DirectoryConnector):
+    """Saves whenever it is told to."""
+
+    breaks = "E37"
+
+    def wait_for_save(self) -> None:
+        self.write_full()
+
+
 class AnnouncesNothing(Mutant, DirectoryConnector):
     """A miss is announced as a load of no tokens in the background."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -223,7 +224,12 @@ class DirectoryConnector(KVConnectorBase_V1):
         """Nothing: blocks are saved whole, when the step is done."""
 
     def wait_for_save(self) -> None:
-        """Write the blocks that are full now."""
+        """Write the blocks that are full now. vLLM calls this on its way out of a step that raised, too."""
+        if sys.exc_info()[0] is None:
+            self.write_full()
+
+    def write_full(self) -> None:
+        """Write the blocks that are full after this step."""
         for save in self._orders.saves:
             for name, block in zip(save.names, save.blocks, strict=True):
                 self.write(name, b"".join(self.pages(block)))

@@ -132,8 +132,8 @@ class GroupsConnector(DirectoryConnector, SupportsHMA):
         """The memory of the layers whose blocks a file has."""
         return [self.layer_caches[layer] for layer in self.layers[int(name.rpartition("-")[2])]]
 
-    def wait_for_save(self) -> None:
-        """Write the blocks that are full now."""
+    def write_full(self) -> None:
+        """Write the blocks that are full after this step."""
         for save in self._orders.saves:
             for name, block in zip(save.names, save.blocks, strict=True):
                 self.caches = self.of_group(name)
