@@ -73,6 +73,13 @@ class _Driver:
             for one in outputs
         ]
 
+    def generate_again(self, **arguments: Any) -> Any:
+        """As `generate`, for a caller who is handling an error."""
+        try:
+            raise ValueError("of the caller")
+        except ValueError:
+            return self.generate(**arguments)
+
     def fail(self, prompt: list[int], layer: int) -> Any:
         """The error of a step in which computing a layer fails, as one without memory does."""
         import torch

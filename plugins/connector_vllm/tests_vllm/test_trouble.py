@@ -52,10 +52,12 @@ def test_nothing_is_kept_of_a_step_that_failed(run: Run, stored: tuple[Path, Any
     """vLLM tells connectors to save on its way out of such a step, too."""
     _, control, _ = stored
     others = [tokens(90, len(prompt)) for prompt in PROMPTS]  # blocks that are used again hold something
-    _, error = run(generate(others), {"fail": {"prompt": PROMPTS[0], "layer": 2}})
+    _, _, error = run(
+        {"generate_again": {"prompts": others}}, {"settle": {}}, {"fail": {"prompt": PROMPTS[0], "layer": 2}}
+    )
     assert error == "OutOfMemoryError"
-    found, again = run(generate(), generate())
-    assert found[0]["cached"] == 0
+    found, again, (before, *_) = run(generate(), generate(), generate(others[:1]))
+    assert found[0]["cached"] == 0 and before["cached"] == 256, "an error of the caller's is another matter"
     assert [one["tokens"] for one in found] == [one["tokens"] for one in control]
     same(again, control)
 

@@ -104,6 +104,8 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         self._stats_due = 0.0
+        self._handled: BaseException | None = None
+        """The exception that the engine's caller was handling when the step began."""
         self._produces, self._consumes = bool(transfer.is_kv_producer), bool(transfer.is_kv_consumer)
         if role == KVConnectorRole.SCHEDULER:
             if getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute":
@@ -308,6 +310,7 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert self._worker is not None and isinstance(connector_metadata, Metadata)
+        self._handled = sys.exc_info()[1]
         self._worker.begin(connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -330,7 +333,8 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         """vLLM calls this also on the way out of a step that raised: out of memory, say, or because a rank has died."""
         assert self._worker is not None
-        self._worker.save(computed=sys.exc_info()[0] is None)
+        before, self._handled = self._handled, None
+        self._worker.save(computed=sys.exc_info()[1] is before)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         assert self._worker is not None
