@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import tracemalloc
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,21 @@ def test_figures_of_a_verdict_are_finite_numbers(tmp_path: Path, wrong: Any) -> 
     (about,) = profile_of().verdicts.values()
     with pytest.raises(CorruptProfileError, match=r"limits|float|kl: inf"):
         Profile.load(changed(tmp_path, "about", {"verdicts": {"step/0.75": {**asdict(about), **wrong}}}))
+
+
+@pytest.mark.parametrize("offsets", [[0, 4], [0, "4"], [0], None, [0, 1e400]])
+def test_a_file_that_is_mostly_a_hole_is_not_read(tmp_path: Path, offsets: Any) -> None:
+    header = json.dumps({"weights": {"dtype": "F32", "shape": [1], "data_offsets": offsets}}).encode()
+    file = tmp_path / "hole"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(file, 1 << 30)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptProfileError, match="profile"):
+            Profile.load(file)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_header_without_an_end_is_not_read(tmp_path: Path) -> None:

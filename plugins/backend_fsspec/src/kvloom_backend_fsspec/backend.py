@@ -7,13 +7,14 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any, ClassVar, TypeVar
 
 from kvloom import BackendError, Buffer, Buffers, Entry, KVSpec, Sink, StorageBackend, WriteDone, join
 from kvloom_backend_fsspec.config import OBSTORE_SCHEMES
 from kvloom_backend_fsspec.config import Config as FsspecConfig
+from kvloom_backend_fsspec.daemon_threads import DaemonThreads
 from kvloom_backend_fsspec.lease import Leases
 from kvloom_backend_fsspec.names import Names
 from kvloom_backend_fsspec.stores.base import Listed, ObjectStore
@@ -49,7 +50,7 @@ class FsspecBackend(StorageBackend):
         self._names = Names(place.prefix)
         self._settings = config
         self._clients: dict[int, ObjectStore] = {}
-        self._pools: dict[int, ThreadPoolExecutor] = {}
+        self._pools: dict[int, Executor] = {}
         self._closed = False
         self._drafts: dict[str, tuple[Listed, float]] = {}
         """Drafts as they were listed last, and the time since when they have not changed."""
@@ -181,12 +182,14 @@ class FsspecBackend(StorageBackend):
             return [ask(key) for key in keys]
         return list(self._pool().map(ask, keys))
 
-    def _pool(self) -> ThreadPoolExecutor:
+    def _pool(self) -> Executor:
         pid = os.getpid()
         pool = self._pools.get(pid)
         if pool is None:
             self._check_open()
-            made = ThreadPoolExecutor(self._settings.threads, thread_name_prefix="kvloom-fsspec")
+            # Only local files have no timeouts; clients in compiled code must not outlive the interpreter.
+            kind = DaemonThreads if self._settings.place.scheme in ("file", "local") else ThreadPoolExecutor
+            made = kind(self._settings.threads, "kvloom-fsspec")
             pool = self._pools.setdefault(pid, made)
         return pool
 

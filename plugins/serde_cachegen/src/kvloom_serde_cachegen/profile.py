@@ -231,9 +231,22 @@ def _content(path: Path) -> bytes:
         raise CorruptProfileError(path, f"not a profile: not a file, or one of {status.st_size} bytes")
     with open(fd, "rb") as file:
         head = file.read(8)
-        if int.from_bytes(head, "little") > _MOST_HEADER_BYTES:
+        length = int.from_bytes(head, "little")
+        if length > _MOST_HEADER_BYTES:
             raise CorruptProfileError(path, f"not a profile: a header of more than {_MOST_HEADER_BYTES} bytes")
-        return head + file.read(_MOST_BYTES)
+        if len(head) + length + _size_of(path, file.read(length)) != status.st_size:
+            raise CorruptProfileError(path, f"unusable profile: {status.st_size} bytes are not what its header says")
+        file.seek(0)
+        return file.read(status.st_size)
+
+
+def _size_of(path: Path, header: bytes) -> int:
+    """The number of bytes behind a header. A file may seem to be of any length, at no cost. Raises CorruptProfileError."""
+    try:
+        tensors = [about for name, about in json.loads(header).items() if name != "__metadata__"]
+        return max((int(about["data_offsets"][1]) for about in tensors), default=0)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
+        raise CorruptProfileError(path, f"not a profile: {one_line(error)}") from None
 
 
 def rotations_of(frequencies: torch.Tensor) -> torch.Tensor:

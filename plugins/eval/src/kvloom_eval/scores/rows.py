@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,10 @@ class Rows:
         theirs, self._rows, cut_off = _parsed(file, text)
         _check_same(file, theirs, about, dict.fromkeys([*about, *theirs]))
         if cut_off:
-            file.write_text(text[: -len(cut_off)], encoding="utf-8")
+            try:
+                os.truncate(file, len(text[: -len(cut_off)].encode()))  # written anew, a full disk would take them all
+            except OSError as error:
+                raise _unusable(file, error) from None
 
     def __contains__(self, key: tuple[str, str]) -> bool:
         return key in self._rows
