@@ -80,6 +80,7 @@ def test_a_key_given_twice_is_refused(write: Any, text: str, problem: list[str])
         ("a: !!python/object:x.y {}", "not YAML: "),
         ('salt: a\ntiers: [{type: disk, path: "\\uDCFF"}]\n', "line 2: half of a surrogate pair"),
         ('"\\uD800": 1\n', "line 1: half of a surrogate pair"),
+        (f"salt: a\nchunk_tokens: 0x{'1' * 4000}\n", "line 2: a number of 4002 digits"),
     ],
 )
 def test_a_file_that_is_no_configuration_names_the_file(write: Any, text: str, problem: str) -> None:

@@ -157,12 +157,18 @@ class Proxy:
         if self._prefill_down_until:  # this request tries it, the others do not wait for that
             self._prefill_down_until = now + 2 * self.settings.silence + self.settings.retry_after
         computing = asyncio.create_task(self._compute(path, headers, data))
+        alive = False
         try:
-            async with asyncio.timeout(self.settings.prefill_timeout):
+            async with asyncio.timeout(self.settings.prefill_timeout) as patience:
                 while not (await asyncio.wait({computing}, timeout=self.settings.silence))[0]:
                     await self._ask_whether_alive(computing)
+                    alive = True
             status = computing.result()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            if alive and patience.expired():  # a prompt that takes too long does not keep others from it
+                self._prefill_down_until = 0.0
+                log.warning("%s: a prompt took more than %g s", self.settings.prefill, self.settings.prefill_timeout)
+                return False
             self._prefill_down_until = asyncio.get_running_loop().time() + self.settings.retry_after
             log.warning("%s: %s: %s", self.settings.prefill, type(error).__name__, error)
             return False
@@ -176,7 +182,8 @@ class Proxy:
     async def _compute(self, path: str, headers: CIMultiDict[str], data: bytes) -> int:
         """The status of the answer."""
         assert self._session is not None
-        async with self._session.post(self.settings.prefill + path, data=data, headers=headers) as answer:
+        url = self.settings.prefill + path
+        async with self._session.post(url, data=data, headers=headers, allow_redirects=False) as answer:
             async for _ in answer.content.iter_any():  # nobody wants it, however long it is
                 pass
             return answer.status

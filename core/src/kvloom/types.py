@@ -221,6 +221,10 @@ class KVSpec:
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"KVSpec.rank must be in [0, {self.world_size}), not {self.rank}")
         object.__setattr__(self, "adapters", tuple(self.adapters))
+        try:
+            json.dumps(self.rope, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"KVSpec.rope must be what JSON can say: {error}") from None
         object.__setattr__(self, "rope", dict(self.rope))
 
     @property

@@ -241,7 +241,7 @@ def test_what_is_no_certificate_is_neither_read_whole_nor_waited_for(
             obstore_client._root_certificate({"root_certificate": str(tmp_path / name)})
 
 
-@pytest.mark.parametrize(
+FILES = pytest.mark.parametrize(
     ("url", "name"),
     [
         ("webdav://host/kv", "verify"), ("webdav://host/kv", "cert"), ("gs://bucket/kv", "google_service_account"),
@@ -249,6 +249,17 @@ def test_what_is_no_certificate_is_neither_read_whole_nor_waited_for(
         ("s3://bucket/kv", "root_certificate"), ("sftp://host/kv", "key_filename"),
     ],
 )  # fmt: skip
+
+
+@FILES
+@pytest.mark.parametrize("several", [False, True])
+def test_files_below_an_unknown_home_are_refused(url: str, name: str, several: bool) -> None:
+    given = "~nobody-of-that-name/file"
+    with pytest.raises(ValueError, match=rf"options\.{name}: unknown home directory: {given}"):
+        FsspecBackend(FsspecBackend.Config(url=url, options={name: [given] if several else given}))
+
+
+@FILES
 @pytest.mark.parametrize("several", [False, True])
 def test_files_of_the_clients_are_not_waited_for(tmp_path: Path, url: str, name: str, several: bool) -> None:
     os.mkfifo(tmp_path / "fifo")

@@ -53,10 +53,11 @@ class Engine:
         self.bodies.append(body)
         self.headers.append(request.headers)
         self.paths.append(request.path_qs)
-        if self.fault == "computes" and request.method == "POST":
+        if self.fault in ("computes", "never ends") and request.method == "POST":
             await self.go_on.wait()
-        if self.fault == "computes" and request.path == "/health":
-            self.go_on.set()
+        if self.fault in ("computes", "never ends") and request.path == "/health":
+            if self.fault == "computes":
+                self.go_on.set()
             return web.Response()
         if self.fault == "hangs":
             try:

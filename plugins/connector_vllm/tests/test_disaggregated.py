@@ -115,6 +115,16 @@ async def test_an_engine_that_computes_for_long_is_waited_for(both: Both) -> Non
     assert "/health" in both.prefill.paths and "kv_transfer_params" in both.decode.bodies[0]
 
 
+@scenario(silence=2, prefill_timeout=5, retry_after=60)
+async def test_a_prompt_that_takes_too_long_does_not_keep_others_from_prefill(both: Both) -> None:
+    both.prefill.fault = "never ends"
+    await both.client.completions.create(model="m", prompt="x")
+    assert "/health" in both.prefill.paths and "kv_transfer_params" not in both.decode.bodies[0]
+    both.prefill.fault = ""
+    await both.client.completions.create(model="m", prompt="x")
+    assert "kv_transfer_params" in both.decode.bodies[1]
+
+
 @pytest.mark.parametrize("status", [400, 401, 404, 429, 500, 503])
 def test_errors_are_passed_on(status: int) -> None:
     @scenario()

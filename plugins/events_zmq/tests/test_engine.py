@@ -399,6 +399,21 @@ def test_a_ring_of_close_that_is_heard_together_with_another_is_not_lost() -> No
     publisher._ear.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_events_of_a_publisher_whose_thread_has_failed_are_lost_and_counted() -> None:
+    publisher = Publisher(Settings("tcp://127.0.0.1:*", None, "", 10, 10, 10, 10, 1 << 64))  # no number of msgpack's
+    assert publisher.publish([AllBlocksCleared()]) == 0
+    publisher._thread.join(10)
+    assert publisher.publish([AllBlocksCleared()]) == 1 and publisher.lost == 1
+    publisher.close()
+
+
+@pytest.mark.parametrize("name", ["hwm", "data_parallel_rank", "batch", "max_waiting", "replay_batches"])
+def test_numbers_that_zeromq_cannot_count_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}\n.*less than or equal to 2147483647"):
+        ZmqEventsObserver.Config(**{name: 1 << 31})
+
+
 def test_nobody_can_send_it_much() -> None:
     publisher = Publisher(Settings("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", "", 10, 10, 10, 10, None))
     try:

@@ -120,3 +120,19 @@ def test_files_that_are_no_model(tmp_path: Path, text: str, problem: str) -> Non
     with pytest.raises(ConfigError, match=problem) as caught:
         spec_of(Given(str(tmp_path)))
     assert str(caught.value).startswith(f"{tmp_path}/config.json: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"text_config": "x"}', "its text_config is a str and no mapping; say --layers"),
+        ('{"spec": []}', "its spec is a list and no mapping; say --layers"),
+        ('{"num_hidden_layers": 1e400, "num_attention_heads": 4, "hidden_size": 64}', "cannot convert float infinity"),
+        ('{"num_layers": 1, "head_size": 8, "num_kv_heads": 1, "model": "m", "dtype": "int8", "rope": {"a": NaN}}',
+         "KVSpec.rope must be what JSON can say"),
+    ],
+)  # fmt: skip
+def test_a_file_that_describes_no_model(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"config\.json: {problem}"):
+        spec_of(Given(str(tmp_path / "config.json")))

@@ -27,6 +27,8 @@ MOST_NODES = 100_000
 """Values in a configuration, with all aliases written out."""
 _CHARS = 64
 """Number of characters for which a text counts as one more value."""
+_INTEGER = "tag:yaml.org,2002:int"
+_MOST_DIGITS = 300
 _LONE = re.compile("[\ud800-\udfff]")
 _INTERPOLATION = re.compile(r"\$\$\{|\$\{([^}]*)\}?")
 _UNQUOTED = re.compile(r"""[{\[,:]\s*([^\s"',{\[]*\$\{[^}]*\}[^\s"',}\]]*)""")
@@ -88,6 +90,8 @@ def _written_out(node: yaml.Node, known: dict[int, int]) -> int:
         total += len(node.value) // _CHARS
         if not node.value.isascii() and _LONE.search(node.value):
             raise ConfigError("", f"line {node.start_mark.line + 1}: half of a surrogate pair is not a character")
+        if node.tag == _INTEGER and len(node.value) > _MOST_DIGITS:  # Python refuses to print it
+            raise ConfigError("", f"line {node.start_mark.line + 1}: a number of {len(node.value)} digits")
     else:
         pairs = isinstance(node, yaml.MappingNode)
         children = [part for pair in node.value for part in pair] if pairs else node.value

@@ -120,7 +120,10 @@ class Config(BaseConfig):
         for name, value in self.options.items():
             paths = value if isinstance(value, list | tuple) else [value]
             for path in paths if _FILES.fullmatch(name) else ():
-                found = Path(path).expanduser() if isinstance(path, str) else Path()
+                try:
+                    found = Path(path).expanduser() if isinstance(path, str) else Path()
+                except RuntimeError:
+                    raise ValueError(f"options.{name}: unknown home directory: {path}; name a file") from None
                 if found.exists() and not (found.is_file() or found.is_dir()):
                     raise ValueError(f"options.{name}: {path} is not a regular file")
 

@@ -36,8 +36,9 @@ class Moved:
 class PageStore:
     """The pages of one rank. Called from several threads at once.
 
-    config: what the YAML file says. timeout: seconds that a call may take; afterwards it is a miss, and SGLang's memory
-    is left alone. Raises ConfigError if it cannot work.
+    config: what the YAML file says. timeout: seconds that moving pages may take; afterwards it is a miss, and SGLang's
+    memory is left alone. What the tiers are asked besides, or instead, ends with their deadlines. Raises ConfigError if
+    it cannot work.
     """
 
     def __init__(self, config: EngineConfig, spec: KVSpec, geometry: Geometry, *, timeout: float = 30.0) -> None:

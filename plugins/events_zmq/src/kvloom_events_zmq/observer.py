@@ -27,6 +27,10 @@ class EventsLostError(RuntimeError):
     """Events were not published. The engine counts it as an `observer_error`."""
 
 
+_MOST = (1 << 31) - 1
+"""ZeroMQ counts in 32 bits."""
+
+
 class ZmqEventsConfig(Config):
     endpoint: str = "tcp://127.0.0.1:5557"
     """The address to publish on. Anyone who can connect reads the tokens of prompts: restrict access by network."""
@@ -34,24 +38,24 @@ class ZmqEventsConfig(Config):
     """The address at which subscribers ask for batches that they missed."""
     topic: str = ""
     """The first part of every message, which subscribers may choose by."""
-    block_tokens: int | None = Field(default=None, ge=1)
+    block_tokens: int | None = Field(default=None, ge=1, le=_MOST)
     """Tokens of a block, as the router counts them; by default a chunk is one block."""
     hashes: Literal["int", "bytes"] = "int"
     """The last 64 bits of a block's hash, or all 32 bytes."""
     salted: bool = False
     """Also publish KV that is stored under a salt."""
-    data_parallel_rank: int | None = Field(default=None, ge=0)
+    data_parallel_rank: int | None = Field(default=None, ge=0, le=_MOST)
     """Said in every batch, where an engine is one of several that share the work."""
-    hwm: int = Field(default=4096, ge=1)
+    hwm: int = Field(default=4096, ge=1, le=_MOST)
     """Batches, of some 64 KiB at most, that may wait for one slow subscriber; it loses those beyond, which are
     counted."""
-    max_waiting: int = Field(default=100_000, ge=1)
+    max_waiting: int = Field(default=100_000, ge=1, le=_MOST)
     """Events, of 64 MiB together at most, that may wait to be sent; those beyond are dropped, and counted."""
-    batch: int = Field(default=1024, ge=1)
+    batch: int = Field(default=1024, ge=1, le=_MOST)
     """Events in one message at most."""
-    max_connections: int = Field(default=64, ge=1)
+    max_connections: int = Field(default=64, ge=1, le=_MOST)
     """Connections to an endpoint; with more, all are dropped and may connect again."""
-    replay_batches: int = Field(default=10_000, ge=1)
+    replay_batches: int = Field(default=10_000, ge=1, le=_MOST)
     """Number of batches kept for subscribers that missed some, of 64 MiB together at most."""
     remember: ByteSize = Field(default=ByteSize(64 << 20), ge=0)
     """Memory for the tokens of chunks that are stored later than they are named."""

@@ -90,11 +90,11 @@ class Publisher:
         return None if self._router is None else self._router.endpoint
 
     def publish(self, events: list[AnyEvent]) -> int:
-        """Send events, in order, soon; how many were dropped because too many wait."""
+        """Send events, in order, soon; how many were dropped: too many wait, or the thread has failed."""
         encoded = [msgspec.msgpack.encode(event) for event in events]
         with self._lock:
             sizes = accumulate(map(len, encoded), initial=self._waiting_bytes)
-            room = max(0, self.settings.max_waiting - len(self._waiting))
+            room = max(0, self.settings.max_waiting - len(self._waiting)) if self._thread.is_alive() else 0
             fitting = encoded[: min(room, sum(size <= MOST_WAITING_BYTES for size in islice(sizes, 1, None)))]
             self._waiting.extend(fitting)
             self._waiting_bytes += sum(map(len, fitting))

@@ -241,7 +241,7 @@ def _content(path: Path) -> bytes:
 
 
 def _size_of(path: Path, header: bytes) -> int:
-    """The number of bytes behind a header. A file may seem to be of any length, at no cost. Raises CorruptProfileError."""
+    """The number of bytes behind a header: a file may seem to be of any length. Raises CorruptProfileError."""
     try:
         tensors = [about for name, about in json.loads(header).items() if name != "__metadata__"]
         return max((int(about["data_offsets"][1]) for about in tensors), default=0)

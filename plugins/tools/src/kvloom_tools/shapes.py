@@ -59,8 +59,10 @@ def _of_model(model: str, given: Given) -> KVSpec:
         raise ConfigError(str(path), "should be a KVSpec or a model's config.json")
     value = value.get("spec", value)
     try:
+        if not isinstance(value, dict):
+            raise ValueError(f"its spec is a {type(value).__name__} and no mapping")
         return spec_from(value if "head_size" in value and "num_layers" in value else _fields(model, value))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         problem = f"no {error} in it" if isinstance(error, KeyError) else str(error)
         raise ConfigError(str(path), f"{problem}; say {given.instead} instead") from None
 
@@ -86,6 +88,8 @@ def _file_of(model: str, option: str) -> Path:
 def _fields(model: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a KVSpec from a Hugging Face config. Raises KeyError with what is not there."""
     text = config.get("text_config") or config.get("llm_config") or config
+    if not isinstance(text, Mapping):
+        raise ValueError(f"its text_config is a {type(text).__name__} and no mapping")
     dtype = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
     fields = {
         "model": str(config.get("_name_or_path") or model),
