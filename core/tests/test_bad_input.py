@@ -88,10 +88,17 @@ def test_a_file_that_is_nested_too_deeply(tmp_path: Path) -> None:
     assert refused(file) == f"{file}: nested too deeply"
 
 
-def test_a_number_that_is_none_does_not_blame_the_name_of_the_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("9" * 5000, "line 1: a number of 5000 digits; write out what is meant"),
+        ("2026-02-31", "not YAML: it has an impossible number or date"),
+    ],
+)
+def test_a_number_that_is_none_does_not_blame_the_name_of_the_file(tmp_path: Path, value: str, problem: str) -> None:
     file = tmp_path / "engine.yaml"
-    file.write_text("chunk_tokens: " + "9" * 5000)
-    assert refused(file) == f"{file}: not YAML: it has an impossible number or date"
+    file.write_text(f"chunk_tokens: {value}")
+    assert refused(file) == f"{file}: {problem}"
 
 
 def test_the_name_of_a_file_that_can_be_none() -> None:

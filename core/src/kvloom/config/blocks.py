@@ -184,7 +184,7 @@ TierBlock = Annotated[
 class BlendBlock(Open):
     """Blending: the executor with its settings, the retriever, and the shortest prompt to blend."""
 
-    executor: Word = "cacheblend"
+    executor: Word = "hybrid"
     """The component that selects the tokens to compute again, and merges the rest."""
     retriever: ComponentBlock = ComponentBlock(type="separator")
     """The component that finds stored KV for the parts of a prompt: a word, or a block with settings."""

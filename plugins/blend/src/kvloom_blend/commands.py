@@ -47,7 +47,7 @@ def verify(
     ] = None,
     executor: Annotated[
         str, typer.Option(metavar="TYPE", help="The executor; it must have a recompute_ratio.")
-    ] = "cacheblend",
+    ] = "hybrid",
     dtype: Annotated[
         list[Dtype] | None, typer.Option(help="May be given again (default: float32 and bfloat16).")
     ] = None,
