@@ -31,7 +31,7 @@ CAPACITY_BYTES = 3 << 20
 PROMPTS = [tokens_of(CHUNK * (1 + seed % 4), seed) for seed in range(12)]
 SALTS = ("", "", "tenant")
 _LEAST_STEPS = 20
-"""Of each thread, on a machine so busy that the time is over before anything has met."""
+"""Least number of steps of a thread: on a busy machine the time is over before anything has met."""
 
 
 def open_on(path: str) -> Engine:

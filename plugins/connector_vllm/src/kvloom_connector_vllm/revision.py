@@ -27,7 +27,7 @@ _NOT_OF_EMBEDDINGS = {
     "mm_encoder_fp8_scale_save_path", "mm_encoder_fp8_scale_save_margin",
 }  # fmt: skip
 """Settings for images, video and audio that do not change a given one's embeddings."""
-_ELSEWHERE = {
+_NOT_COUNTED = {
     "model_config": {
         # in the revision, or in the identity of a layer
         "model", "model_weights", "hf_config", "hf_text_config", "hf_config_path", "hf_overrides", "config_format",
@@ -118,7 +118,7 @@ def revision_of(model: Any, config: Any) -> str:
         words.append(f"quantization_config {digest_of(plain_json(quantised))}")
     if _depends_on_length(model):
         words.append(f"max_model_len {model.max_model_len}")
-    for block in sorted(_ELSEWHERE):
+    for block in sorted(_NOT_COUNTED):
         settings = model if block == "model_config" else getattr(config, block, None)
         words += _counted(block, settings, str(getattr(model, "dtype", None)))
     more = getattr(config, "additional_config", None)
@@ -134,7 +134,7 @@ def _counted(block: str, settings: Any, dtype: str) -> Iterator[str]:
     """Those that count, in words, as far as they are not the default, which may be the model's dtype."""
     for field in fields(settings) if is_dataclass(settings) else ():
         value = getattr(settings, field.name)
-        if field.name not in _ELSEWHERE[block] and value != _usual(field) and str(value) != dtype:
+        if field.name not in _NOT_COUNTED[block] and value != _usual(field) and str(value) != dtype:
             text = json.dumps(value, sort_keys=True, default=str)
             yield f"{block}.{field.name} {text if len(text) <= 40 else digest_of(value)}"
 
