@@ -16,6 +16,8 @@ from kvloom.engine.background import THREADS
 Open = Callable[..., Engine]
 SHELF = {"type": "shelf", "deadline": "600s"}
 ROOM = 3
+WHOLE_PAGE = 16 * CHUNK
+"""Tokens whose KV fills a page of the pool, 4 KiB."""
 MEMORY = {"type": "memory", "capacity": f"{4 * ROOM}KiB"}
 
 
@@ -47,10 +49,11 @@ def test_a_cancelled_save_keeps_what_there_was_room_for_and_does_not_wait_for_mo
 
 
 def test_a_save_has_copied_all_when_its_writes_wait_for_others(open_engine: Open) -> None:
-    engine, gate = open_engine(MEMORY, SHELF), Gate()  # half of memory may wait to be written
+    engine, gate = open_engine(MEMORY, SHELF, chunk_tokens=WHOLE_PAGE), Gate()  # half of memory may wait to be written
     hold_puts(gate)
-    task = save(engine, ROOM)
-    assert task.wait_for_copies(30) and not task.done
+    task = save(engine, ROOM * WHOLE_PAGE // CHUNK)
+    gate.reached()
+    assert task.wait_for_copies(30) and not task.wait(0.05)
     gate.open()
     assert task.result(60).all() and task.wait_for_copies(0)
 
