@@ -246,7 +246,7 @@ class Index:
     ) -> torch.Tensor:
         """Find the segments that the tiers report: a bool mask with one entry per segment, gaps included.
 
-        timeout: as for `locate`, and it raises as that does.
+        timeout: seconds, as for `locate`. Raises ValueError and TypeError as that does.
         """
         located = self.locate(segments, search_range, timeout=timeout)
         return torch.tensor([name is not None for name in located], dtype=torch.bool)
