@@ -168,9 +168,7 @@ class Proxy:
         self._prefill_down_until = 0.0
         if status is None:  # a prompt that takes too long does not keep others from it
             log.warning("%s: a prompt took more than %g s", self.settings.prefill, self.settings.prefill_timeout)
-        elif (
-            status >= 500 or 300 <= status < 400
-        ):  # the second engine says the rest, too; a redirection is not followed
+        elif status >= 500 or 300 <= status < 400:  # no redirection is followed; the second engine says the rest, too
             log.warning("%s: status %d", self.settings.prefill, status)
         return status == 200
 
