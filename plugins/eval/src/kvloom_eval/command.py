@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvloom import KVLoomError
+from kvloom import KVLoomError, replace_file
 
 if TYPE_CHECKING:
     from kvloom_eval.blending import Blender
@@ -194,8 +194,8 @@ def _write(
         **({"blending": results.as_json(blended)} if blended else {}),
     }  # fmt: skip
     text = report.page(about, coded, blended, size)
-    (place / "results.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-    (place / "results.md").write_text(text, encoding="utf-8")
+    replace_file(place / "results.json", json.dumps(made, indent=1) + "\n")
+    replace_file(place / "results.md", text)
     try:
         if coded:
             report.draw_codecs(coded, place / "codecs.png")
