@@ -6,6 +6,8 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,18 @@ def test_the_demo_loads_no_model_for_arguments_that_cannot_work(
     Path("one.txt").write_text("a document\nand no other\n")
     assert run(monkeypatch, "demo", "--model", "some/model", *more) == 2
     assert more[0] in capsys.readouterr().err
+
+
+def test_the_demo_loads_no_model_where_it_cannot_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    full_disk: Callable[[], AbstractContextManager[None]],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loading, "loaded", None)
+    with full_disk():
+        assert run(monkeypatch, "demo", "--model", "some/model", "--out", "new/newer") == 2
+    assert "--out: new/newer cannot be written to (File too large)" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("verb", [["verify", "--model", "./nowhere"], ["demo", "--model", "./nowhere"]])

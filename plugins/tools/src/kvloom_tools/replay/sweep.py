@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from io import BytesIO
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvloom import ConfigError, TokenDatabase, output
+from kvloom import ConfigError, TokenDatabase, output, replace_file
 from kvloom_tools.replay import Replay, TierPlan, Trace, plan_tiers
 
 if TYPE_CHECKING:
@@ -291,8 +292,10 @@ def draw(found: Sequence[Run], path: Path) -> None:
     axes.set_ylabel("tokens that were hits, in percent")
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
+    drawn = BytesIO()
+    figure.savefig(drawn, dpi=150, format=path.suffix[1:])
     try:
-        figure.savefig(path, dpi=150)
+        replace_file(path, drawn.getvalue())
     except OSError as error:
         raise ConfigError(str(path), f"cannot be written: {error.strerror}") from None
 
