@@ -127,7 +127,7 @@ def test_arguments_that_cannot_work(
     "more",
     [
         ["--executor", "nobody"], ["--executor", "none"], ["--prompts", "no text"], ["--prompts", "one.txt"],
-        ["--out", "folder", "--force", "--tasks", "2"], ["--out", "shut/new", "--tasks", "2"],
+        ["--out", "folder", "--force", "--tasks", "2"], ["--out", "/proc/new", "--tasks", "2"],
     ],
 )  # fmt: skip
 def test_no_model_is_loaded_for_arguments_that_cannot_work(
@@ -138,8 +138,6 @@ def test_no_model_is_loaded_for_arguments_that_cannot_work(
     Path("no text").write_bytes(b"\xff")
     Path("one.txt").write_text("a document\nand no other\n")
     Path("folder").mkdir()
-    Path("shut").mkdir()
-    monkeypatch.setattr("os.access", lambda path, mode: str(path) != "shut")
     assert run(monkeypatch, "verify", "--model", "some/model", *more) == 2
     assert more[0] in capsys.readouterr().err
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvloom import ConfigError, TokenDatabase, output, replace_file
+from kvloom import ConfigError, TokenDatabase, check_folder, output, replace_file
 from kvloom_tools.replay import Replay, TierPlan, Trace, plan_tiers
 
 if TYPE_CHECKING:
@@ -272,8 +271,12 @@ def check_chart(path: Path, *, force: bool) -> None:
         raise ConfigError("--chart", f"there is no directory {str(path.parent)!r}; make it")
     if path.exists() and not force:
         raise ConfigError("--chart", f"{path} exists already; choose another name, or overwrite it with --force")
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError("--chart", f"{path} cannot be written; choose another name")
+    if path.is_dir():
+        raise ConfigError("--chart", f"{path} is a directory; name a file")
+    try:
+        check_folder(path.parent)
+    except OSError as error:
+        raise ConfigError("--chart", f"{path} cannot be written ({error.strerror}); choose another name") from None
     if find_spec("matplotlib") is None:
         raise ConfigError("--chart", "matplotlib is not installed; pip install matplotlib, or leave --chart out")
 
