@@ -14,6 +14,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -166,6 +168,24 @@ def short_path() -> Iterator[Path]:
     """A directory for sockets, whose paths have some 100 bytes at most; those below `tmp_path` may be longer."""
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp" if os.path.isdir("/tmp") else None) as short:
         yield Path(short)
+
+
+@pytest.fixture
+def full_disk() -> Callable[[], AbstractContextManager[None]]:
+    """A context in which files can be made and emptied, and not be written to: the system refuses every byte."""
+
+    @contextlib.contextmanager
+    def full() -> Iterator[None]:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            signal.signal(signal.SIGXFSZ, handler)
+
+    return full
 
 
 @pytest.fixture(scope="session")

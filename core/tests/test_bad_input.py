@@ -197,6 +197,27 @@ def test_a_number_of_ranks_that_no_model_has() -> None:
         replace(SPEC, world_size=10**9)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("rank", -1, "a whole number of at least 0, not -1"), ("rank", "0", "a whole number of at least 0, not '0'"),
+        ("rank", 0.0, "a whole number of at least 0, not 0.0"), ("rank", False, "a whole number of at least 0, not F"),
+        ("rank", 1 << 40, "a whole number of at least 0, not 1099511627776"),
+        pytest.param("rank", 10**5000, "a whole number of at least 0, not a number of thousands", id="many digits"),
+        ("kv_planes", True, "a whole number of at least 1, not True"), ("kv_planes", 3, "1 or 2, not 3"),
+        ("kv_planes", 2.0, "a whole number of at least 1, not 2.0"), ("num_layers", True, "a whole number of at least"),
+        ("kv_planes", torch.ones(2), "a whole number of at least 1, not tensor"),
+        ("replicated", 1, "true or false, not"), ("adapters", "lora", "a list of strings, not 'lora'"),
+        ("adapters", None, "a list of strings, not None"), ("adapters", [5], r"a list of strings, not \[5\]"),
+        ("adapters", ["x"] * 99 + [5], r"a list of strings, not .*\.\.\."), ("rope", 5, "a mapping, not 5"),
+        ("rope", [["a", 1]], "a mapping, not"), ("rope", {1: 2, "a": 3}, "what JSON can"),
+    ],
+)  # fmt: skip
+def test_fields_of_other_types_are_named(field: str, value: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=rf"^KVSpec\.{field} must be {problem}"):
+        replace(SPEC, **{field: value})
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_is_one_of_torchs(dtype: str) -> None:
     spec = KVSpec(model="m", num_layers=1, num_kv_heads=1, head_size=1, dtype=dtype)

@@ -178,6 +178,19 @@ def test_no_damage_whatever_gives_wrong_kv(open_engine: Open, data: st.DataObjec
         retrieve(engine)
 
 
+def test_a_question_with_a_limit_ends_by_it_and_judges_no_tier(open_engine: Open, hang: Hang) -> None:
+    engine = open_engine(MEMORY, SHELF | {"deadline": "200s"})
+    engine.store(TOKENS[:4], kv=KV[:, :, :4])
+    assert engine.flush(20)
+    Shelf.shelves["default"].before = lambda verb, key: hang(verb, key) if verb == "contains" else None
+    there, *lacking = engine.segments(TOKENS)
+    for _ in range(3):  # more than there are threads for questions
+        assert engine.find(lacking, timeout=10).tolist() == [False] * 3
+    assert engine.locate([there, *lacking], timeout=10) == ["memory", None, None, None]
+    assert hang.waiting == 2 and count(engine, "tier_error") == 0 == count(engine, "tier_paused")
+    assert engine.find(lacking).tolist() == [False] * 3 and count(engine, "tier_error") == 1, "the tier's own deadline"
+
+
 def test_hanging_reads_end_at_the_deadline_and_are_bounded(open_engine: Open, hang: Hang) -> None:
     shelf = filled(open_engine)
     engine = open_engine(MEMORY, SHELF)

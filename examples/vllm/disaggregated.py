@@ -157,27 +157,33 @@ class Proxy:
         if self._prefill_down_until:  # this request tries it, the others do not wait for that
             self._prefill_down_until = now + 2 * self.settings.silence + self.settings.retry_after
         computing = asyncio.create_task(self._compute(path, headers, data))
-        alive = False
         try:
-            async with asyncio.timeout(self.settings.prefill_timeout) as patience:
-                while not (await asyncio.wait({computing}, timeout=self.settings.silence))[0]:
-                    await self._ask_whether_alive(computing)
-                    alive = True
-            status = computing.result()
+            status = await self._in_time(computing)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            if alive and patience.expired():  # a prompt that takes too long does not keep others from it
-                self._prefill_down_until = 0.0
-                log.warning("%s: a prompt took more than %g s", self.settings.prefill, self.settings.prefill_timeout)
-                return False
             self._prefill_down_until = asyncio.get_running_loop().time() + self.settings.retry_after
             log.warning("%s: %s: %s", self.settings.prefill, type(error).__name__, error)
             return False
         finally:
             computing.cancel()
         self._prefill_down_until = 0.0
-        if status >= 500:
+        if status is None:  # a prompt that takes too long does not keep others from it
+            log.warning("%s: a prompt took more than %g s", self.settings.prefill, self.settings.prefill_timeout)
+        elif status >= 500 or 300 <= status < 400:  # no redirection is followed; the second engine says the rest, too
             log.warning("%s: status %d", self.settings.prefill, status)
         return status == 200
+
+    async def _in_time(self, computing: asyncio.Task[int]) -> int | None:
+        """The status of the answer; None for a prompt that takes too long. Raises TimeoutError if the engine is silent,
+        and what else comes of asking it."""
+        try:
+            async with asyncio.timeout(self.settings.prefill_timeout) as patience:
+                while not (await asyncio.wait({computing}, timeout=self.settings.silence))[0]:
+                    await self._ask_whether_alive(computing)
+        except TimeoutError:
+            if not patience.expired():
+                raise
+            await self._ask_whether_alive(computing)  # it may have gone since it was last asked
+        return computing.result() if computing.done() else None
 
     async def _compute(self, path: str, headers: CIMultiDict[str], data: bytes) -> int:
         """The status of the answer."""
@@ -199,7 +205,7 @@ class Proxy:
                 pass
         except TimeoutError:
             if not computing.done():
-                raise TimeoutError(f"silent for {2 * self.settings.silence:g} s") from None
+                raise TimeoutError(f"no answer from /health in {self.settings.silence:g} s") from None
 
     async def _decode(self, request: web.Request, headers: CIMultiDict[str], data: bytes) -> web.StreamResponse:
         assert self._session is not None

@@ -40,6 +40,7 @@ _NAMES = {
         "Buffer Buffers canonical_json Chunk ChunkKey Entry EXACT Health Hit KVSpec MemoryFormat Segment TierHealth"
     ),
     "bounded": "get_at_most one_line text_of",
+    "files": "check_folder replace_file",
     "redaction": "is_secret",
     "interrupts": "uninterrupted",
     "keys": "chain fingerprint int32_tokens leading pieces salt_tag salt_tag_of select",
@@ -127,6 +128,8 @@ if TYPE_CHECKING:
     from kvloom.errors import PartDownError as PartDownError
     from kvloom.errors import PluginError as PluginError
     from kvloom.errors import UnreadableBlobError as UnreadableBlobError
+    from kvloom.files import check_folder as check_folder
+    from kvloom.files import replace_file as replace_file
     from kvloom.format import envelope as envelope
     from kvloom.interrupts import uninterrupted as uninterrupted
     from kvloom.keys import chain as chain

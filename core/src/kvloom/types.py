@@ -205,24 +205,32 @@ class KVSpec:
     """Every rank holds the same KV (MLA): ranks then share keys."""
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_kv_heads", "head_size", "world_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value < _MOST:
-                raise ValueError(f"KVSpec.{name} must be a whole number of at least 1, not {value!r}")
+        for name in ("num_layers", "num_kv_heads", "head_size", "world_size", "kv_planes", "rank"):
+            value, least = getattr(self, name), 0 if name == "rank" else 1
+            # Not a bool, which is an int: its JSON differs, and so the fingerprint would.
+            if type(value) is bool or not isinstance(value, int) or not least <= value < _MOST:
+                raise ValueError(f"KVSpec.{name} must be a whole number of at least {least}, not {_quoted(value)}")
         if self.world_size > _MOST_RANKS:
             raise ValueError(f"KVSpec.world_size must be at most {_MOST_RANKS}, not {self.world_size}")
         for name in ("model", "revision", "kv_quantization"):
             if not isinstance(getattr(self, name), str):
-                raise ValueError(f"KVSpec.{name} must be a string, not {getattr(self, name)!r}")
+                raise ValueError(f"KVSpec.{name} must be a string, not {_quoted(getattr(self, name))}")
         if self.dtype not in DTYPES:
-            raise ValueError(f"KVSpec.dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+            raise ValueError(f"KVSpec.dtype must be one of {', '.join(DTYPES)}, not {_quoted(self.dtype)}")
         if self.kv_planes not in (1, 2):
             raise ValueError(f"KVSpec.kv_planes must be 1 or 2, not {self.kv_planes}")
-        if not 0 <= self.rank < self.world_size:
+        if self.rank >= self.world_size:
             raise ValueError(f"KVSpec.rank must be in [0, {self.world_size}), not {self.rank}")
+        if not isinstance(self.replicated, bool):
+            raise ValueError(f"KVSpec.replicated must be true or false, not {_quoted(self.replicated)}")
+        listed = isinstance(self.adapters, Sequence) and not isinstance(self.adapters, str)
+        if not listed or not all(isinstance(adapter, str) for adapter in self.adapters):
+            raise ValueError(f"KVSpec.adapters must be a list of strings, not {_quoted(self.adapters)}")
         object.__setattr__(self, "adapters", tuple(self.adapters))
+        if not isinstance(self.rope, Mapping):
+            raise ValueError(f"KVSpec.rope must be a mapping, not {_quoted(self.rope)}")
         try:
-            json.dumps(self.rope, allow_nan=False)
+            canonical_json(dict(self.rope))
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"KVSpec.rope must be what JSON can say: {error}") from None
         object.__setattr__(self, "rope", dict(self.rope))
@@ -263,6 +271,15 @@ class KVSpec:
     def from_json(cls, text: str | bytes) -> KVSpec:
         """The spec that `to_json` wrote. Raises ValueError or TypeError for anything else."""
         return cls(**json.loads(text))
+
+
+def _quoted(value: object) -> str:
+    """A wrong value for an error's text, cut short."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of thousands of digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def canonical_json(value: Any) -> str:

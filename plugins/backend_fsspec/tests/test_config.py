@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom import ConfigError, EngineConfig, Registry
+from kvloom import ConfigError, Engine, EngineConfig, KVSpec, Registry
 from kvloom.config import resolve
 from kvloom_backend_fsspec.backend import ExclusiveFsspecBackend, FsspecBackend, ProcessFsspecBackend
 from kvloom_backend_fsspec.config import Config, Place, place_of
@@ -225,8 +225,6 @@ def test_files_of_the_clients_begin_there_too(tmp_path: Path, name: str) -> None
     settings = {"url": "s3://bucket/kv", "options": {name: "one"}}
     config = FsspecBackend.Config.model_validate(settings, context={"directory": tmp_path})
     assert config.options == {name: f"{tmp_path}/one"}
-    config = FsspecBackend.Config.model_validate(settings | {"options": {name: False}}, context={"directory": tmp_path})
-    assert config.options == {name: False}
 
 
 def test_what_is_no_certificate_is_neither_read_whole_nor_waited_for(
@@ -237,32 +235,82 @@ def test_what_is_no_certificate_is_neither_read_whole_nor_waited_for(
     (tmp_path / "sparse").touch()
     os.truncate(tmp_path / "sparse", 1 << 40)
     for name in ("fifo", "sparse"):
-        with pytest.raises(ValueError, match=f"root_certificate: {tmp_path}/{name} is empty, or has more than 1000"):
+        with pytest.raises(ConfigError) as told:
             obstore_client._root_certificate({"root_certificate": str(tmp_path / name)})
+        assert str(told.value) == (f"options.root_certificate: {tmp_path}/{name} is empty, or has more than 1000 bytes")
+
+
+def test_files_in_the_home_directory_are_named_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    options = {"known_hosts": "~/hosts", "key_filename": ["~/a", "~/b"], "root_certificate": "~", "verify": "~/ca"}
+    config = FsspecBackend.Config.model_validate(
+        {"url": "sftp://host/kv", "options": options}, context={"directory": Path("/elsewhere")}
+    )
+    assert config.options == {
+        "known_hosts": f"{tmp_path}/hosts", "key_filename": [f"{tmp_path}/a", f"{tmp_path}/b"],
+        "root_certificate": str(tmp_path), "verify": f"{tmp_path}/ca",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [None, True, False])
+def test_certificates_need_no_file(value: bool | None) -> None:
+    config = FsspecBackend.Config(url="webdav://host/kv", options={"verify": value, "cert": None})
+    config.check_files()
+    assert config.options == {"verify": value, "cert": None}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"root_certificate": 5}, {"root_certificate": ["ca.pem"]}, {"root_certificate": ""}, {"known_hosts": ["a"]},
+        {"known_hosts": True}, {"key_filename": [5]}, {"key_filename": {"a": "b"}}, {"verify": 1}, {"verify": ["a"]},
+        {"cert": ["cert", "key", "hush"]}, {"google_service_account": False}, {"AZURE_FEDERATED_TOKEN_FILE": 0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_no_path_is_refused_and_not_repeated(options: dict[str, Any]) -> None:
+    said = problem(url="gs://bucket/kv", options=options)
+    assert (
+        said.startswith(f"tiers.1.options: {next(iter(options))}: expected the path of a file") and "hush" not in said
+    )
 
 
 FILES = pytest.mark.parametrize(
-    ("url", "name"),
+    ("url", "name", "several"),
     [
-        ("webdav://host/kv", "verify"), ("webdav://host/kv", "cert"), ("gs://bucket/kv", "google_service_account"),
-        ("s3://bucket/kv", "aws_web_identity_token_file"), ("az://box/kv", "azure_federated_token_file"),
-        ("s3://bucket/kv", "root_certificate"), ("sftp://host/kv", "key_filename"),
+        ("webdav://host/kv", "verify", False), ("webdav://host/kv", "cert", False), ("webdav://host/kv", "cert", True),
+        ("gs://bucket/kv", "google_service_account", False), ("s3://bucket/kv", "aws_web_identity_token_file", False),
+        ("az://box/kv", "azure_federated_token_file", False), ("s3://bucket/kv", "root_certificate", False),
+        ("sftp://host/kv", "key_filename", False), ("sftp://host/kv", "key_filename", True),
+        ("sftp://host/kv", "known_hosts", False),
     ],
 )  # fmt: skip
 
 
-@FILES
-@pytest.mark.parametrize("several", [False, True])
-def test_files_below_an_unknown_home_are_refused(url: str, name: str, several: bool) -> None:
-    given = "~nobody-of-that-name/file"
-    with pytest.raises(ValueError, match=rf"options\.{name}: unknown home directory: {given}"):
-        FsspecBackend(FsspecBackend.Config(url=url, options={name: [given] if several else given}))
+def refused(url: str, name: str, value: object) -> str:
+    """What an engine says whose tier has this option."""
+    block = {"type": "fsspec", "url": url, "options": {name: value}}
+    with pytest.raises(ConfigError) as told:
+        Engine.open({"tiers": [block]}, KVSpec("m", num_layers=1, num_kv_heads=1, head_size=8, dtype="float16"))
+    return str(told.value)
 
 
 @FILES
-@pytest.mark.parametrize("several", [False, True])
-def test_files_of_the_clients_are_not_waited_for(tmp_path: Path, url: str, name: str, several: bool) -> None:
+def test_files_that_cannot_be_read_are_named(tmp_path: Path, url: str, name: str, several: bool) -> None:
+    """Clients would wait for what comes from a FIFO."""
     os.mkfifo(tmp_path / "fifo")
-    given = str(tmp_path / "fifo")
-    with pytest.raises(ValueError, match=rf"options\.{name}: {given} is not a regular file"):
-        FsspecBackend(FsspecBackend.Config(url=url, options={name: [given] if several else given}))
+    for path, problem in (
+        ("~nobody-of-that-name/file", "unknown home directory: {}; name a file"),
+        (f"{tmp_path}/missing", "there is no file {}"),
+        (f"{tmp_path}/{'x' * 300}", "cannot read {}: File name too long"),
+        (f"{tmp_path}/fifo", "{} is not a regular file"),
+    ):
+        said = refused(url, name, [path] if several else path)
+        assert said == f"tiers.0.options.{name}: {problem.format(path)}"
+    if name != "verify":
+        said = refused(url, name, [str(tmp_path)] if several else str(tmp_path))
+        assert said == f"tiers.0.options.{name}: {tmp_path} is not a regular file"
+
+
+def test_certificates_may_be_a_directory(tmp_path: Path) -> None:
+    FsspecBackend.Config(url="webdav://host/kv", options={"verify": str(tmp_path)}).check_files()

@@ -6,6 +6,8 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +127,7 @@ def test_arguments_that_cannot_work(
     "more",
     [
         ["--executor", "nobody"], ["--executor", "none"], ["--prompts", "no text"], ["--prompts", "one.txt"],
-        ["--out", "folder", "--force", "--tasks", "2"], ["--out", "shut/new", "--tasks", "2"],
+        ["--out", "folder", "--force", "--tasks", "2"], ["--out", "/proc/new", "--tasks", "2"],
     ],
 )  # fmt: skip
 def test_no_model_is_loaded_for_arguments_that_cannot_work(
@@ -136,8 +138,6 @@ def test_no_model_is_loaded_for_arguments_that_cannot_work(
     Path("no text").write_bytes(b"\xff")
     Path("one.txt").write_text("a document\nand no other\n")
     Path("folder").mkdir()
-    Path("shut").mkdir()
-    monkeypatch.setattr("os.access", lambda path, mode: str(path) != "shut")
     assert run(monkeypatch, "verify", "--model", "some/model", *more) == 2
     assert more[0] in capsys.readouterr().err
 
@@ -151,6 +151,18 @@ def test_the_demo_loads_no_model_for_arguments_that_cannot_work(
     Path("one.txt").write_text("a document\nand no other\n")
     assert run(monkeypatch, "demo", "--model", "some/model", *more) == 2
     assert more[0] in capsys.readouterr().err
+
+
+def test_the_demo_loads_no_model_where_it_cannot_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    full_disk: Callable[[], AbstractContextManager[None]],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loading, "loaded", None)
+    with full_disk():
+        assert run(monkeypatch, "demo", "--model", "some/model", "--out", "new/newer") == 2
+    assert "--out: new/newer cannot be written to (File too large)" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("verb", [["verify", "--model", "./nowhere"], ["demo", "--model", "./nowhere"]])

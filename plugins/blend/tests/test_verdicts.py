@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,12 +67,11 @@ def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             verdicts.check(each, SPEC, "epic/0.1")
 
 
-def test_saving_writes_to_no_other_file_and_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, other = tmp_path / "verdicts", tmp_path / ".verdicts.partial"
-    other.write_text("of somebody else")
+def test_a_full_disk_leaves_the_verdicts_of_before(
+    tmp_path: Path, full_disk: Callable[[], AbstractContextManager[None]]
+) -> None:
+    file = tmp_path / "verdicts"
     verdicts.save(file, SPEC, {"epic/0.1": GOOD})
-    assert other.read_text() == "of somebody else"
-    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
-    with pytest.raises(OSError, match="No space left"):
+    with full_disk(), pytest.raises(OSError, match="verdicts"):
         verdicts.save(file, SPEC, {})
-    assert sorted(tmp_path.iterdir()) == [other, file]
+    verdicts.check(file, SPEC, "epic/0.1")

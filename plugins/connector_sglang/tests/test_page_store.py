@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from clock_support import Hang, skipping_clock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom import ConfigError, EngineConfig, KVSpec
+from kvloom_backend_disk.backend import DiskBackend
 from kvloom_connector_sglang import page_store
 from kvloom_connector_sglang.connector import SGLangConnector
 from kvloom_connector_sglang.identity import _warn, described
@@ -358,16 +360,33 @@ def test_a_call_takes_its_timeout_once(monkeypatch: pytest.MonkeyPatch) -> None:
         now[0] += 8
         return types.SimpleNamespace(result=lambda timeout: None)
 
+    def find(segments: Any, *, timeout: float) -> torch.Tensor:
+        waited.append(timeout)
+        return torch.zeros(len(segments), dtype=torch.bool)
+
     def flush(seconds: float) -> bool:
         waited.append(seconds)
         return False
 
     monkeypatch.setattr(page_store.time, "monotonic", lambda: now[0])
-    engine = types.SimpleNamespace(save=save, flush=flush, find=lambda segments: torch.zeros(len(segments), dtype=bool))
+    engine = types.SimpleNamespace(save=save, flush=flush, find=find)
     monkeypatch.setattr(store, "_engine", engine)
-    assert store.set(page_keys(2)) == [False, False] and waited == [2.0]
+    assert store.set(page_keys(2)) == [False, False] and waited == [2.0, 2.0]
     monkeypatch.undo()
     store.close()
+
+
+def test_a_question_ends_by_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with skipping_clock() as clock:
+        hang = Hang(clock)
+        monkeypatch.setattr(DiskBackend, "contains", lambda backend, key: hang("contains", key))
+        config = {"tiers": [{"type": "disk", "path": str(tmp_path), "deadline": "200s"}]}
+        store = opened(config, timeout=10.0)
+        assert store.exists(page_keys(2)) == 0
+        assert hang.waiting == 1 and store.counts() == {}
+        assert not [key for key in store.engine.counters() if key.name == "tier_error"], "the tier had time left"
+        hang.open()
+        store.close()
 
 
 def test_what_was_said_is_remembered_up_to_a_bound(caplog: pytest.LogCaptureFixture) -> None:

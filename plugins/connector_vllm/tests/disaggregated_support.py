@@ -53,11 +53,15 @@ class Engine:
         self.bodies.append(body)
         self.headers.append(request.headers)
         self.paths.append(request.path_qs)
-        if self.fault in ("computes", "never ends") and request.method == "POST":
+        if self.fault in ("computes", "never ends", "dies") and request.method == "POST":
             await self.go_on.wait()
         if self.fault in ("computes", "never ends") and request.path == "/health":
             if self.fault == "computes":
                 self.go_on.set()
+            return web.Response()
+        if self.fault == "dies":  # after it has said once that it is alive
+            if self.paths.count("/health") > 1:
+                await asyncio.sleep(60)
             return web.Response()
         if self.fault == "hangs":
             try:

@@ -125,6 +125,39 @@ async def test_a_prompt_that_takes_too_long_does_not_keep_others_from_prefill(bo
     assert "kv_transfer_params" in both.decode.bodies[1]
 
 
+@scenario(silence=10, prefill_timeout=5, retry_after=60)
+async def test_one_that_is_never_asked_before_a_prompt_takes_too_long_is_asked_then(both: Both) -> None:
+    both.prefill.fault = "never ends"
+    await both.client.completions.create(model="m", prompt="x")
+    assert both.prefill.paths.count("/health") == 1
+    both.prefill.fault = ""
+    await both.client.completions.create(model="m", prompt="x")
+    assert "kv_transfer_params" in both.decode.bodies[1]
+
+
+@scenario(silence=4, prefill_timeout=5, retry_after=60)
+async def test_one_that_dies_while_a_prompt_takes_too_long_is_left_alone_for_a_while(both: Both) -> None:
+    both.prefill.fault = "dies"
+    await both.client.completions.create(model="m", prompt="x")
+    assert both.prefill.paths.count("/health") == 2
+    both.prefill.fault = ""
+    await both.client.completions.create(model="m", prompt="x")
+    assert "kv_transfer_params" not in both.decode.bodies[1]
+
+
+def test_a_redirection_of_prefill_is_logged_and_not_followed(caplog: pytest.LogCaptureFixture) -> None:
+    @scenario()
+    async def one(both: Both) -> None:
+        both.prefill.fault = "307"
+        answer = await both.client.completions.create(model="m", prompt="x")
+        assert answer.choices[0].text == "decode" and "kv_transfer_params" not in both.decode.bodies[0]
+
+    one()
+    assert [one.getMessage().rpartition(": ")[2] for one in caplog.records if one.name == "disaggregated"] == [
+        "status 307"
+    ]
+
+
 @pytest.mark.parametrize("status", [400, 401, 404, 429, 500, 503])
 def test_errors_are_passed_on(status: int) -> None:
     @scenario()

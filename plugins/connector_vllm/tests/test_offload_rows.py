@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clock_support import Hang, skipping_clock
 
 from kvloom import EngineConfig, KVSpec
+from kvloom_backend_disk.backend import DiskBackend
 from kvloom_connector_vllm.offload import tiers
 from kvloom_connector_vllm.offload.rows import Done, RowStore
 from kvloom_connector_vllm.offload.settings import PieceGeometry
@@ -25,8 +27,8 @@ KEYS = [hashlib.sha256(b"%d" % number).digest() + bytes(4) for number in range(1
 class Host:
     """Host memory of an engine, and a store below it."""
 
-    def __init__(self, folder: Path, **more: Any) -> None:
-        config = EngineConfig.load({"tiers": [{"type": "disk", "path": str(folder / "kv")}]})
+    def __init__(self, folder: Path, *, deadline: str = "10s", **more: Any) -> None:
+        config = EngineConfig.load({"tiers": [{"type": "disk", "path": str(folder / "kv"), "deadline": deadline}]})
         self.tiers = Tiers(config, SPEC, PieceGeometry(piece_bytes=[ROW]), timeout=5.0)
         self.memory = bytearray(ROWS * ROW)
         self.view = memoryview(self.memory).cast("B", (ROWS, ROW))
@@ -155,6 +157,17 @@ def test_patience_ends_and_nothing_waits(tmp_path: Path, monkeypatch: pytest.Mon
     assert host.store.lookup(KEYS[0], "r") is Found.MISS
     hanging.set()
     host.store.close()
+
+
+def test_a_question_ends_by_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with skipping_clock() as clock:
+        hang = Hang(clock)
+        monkeypatch.setattr(DiskBackend, "contains", lambda backend, key: hang("contains", key))
+        host = Host(tmp_path, deadline="200s")
+        assert host.tiers.find(KEYS[:2]) == [False, False] and hang.waiting == 1
+        assert not [key for key in host.tiers.engine.counters() if key.name == "tier_error"], "the tier had time left"
+        hang.open()
+        host.store.close()
 
 
 def test_the_memory_is_let_go_of(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,19 @@ def test_rows_with_another_profile_are_not_taken(folder: Path, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("able", "without_charts")
+def test_a_profile_of_another_model_is_not_taken(folder: Path, tmp_path: Path) -> None:
+    words = ("--tasks", "text", "--codec", "default+profile", "--quick")
+    assert small(folder, tmp_path / "ours", *words).exit_code == 0
+    theirs = tmp_path / "theirs" / "quick.kvprofile"
+    theirs.parent.mkdir()
+    ours = Profile.load(tmp_path / "ours" / "quick.kvprofile")
+    replace(ours, identity="Other, weights 1").save(theirs)
+    said = str(small(folder, theirs.parent, *words).exception)
+    assert said.startswith(f"{theirs} is of another model (Other, weights 1; this is {ours.identity}); remove it")
+    assert not Profile.load(theirs).identity.startswith(ours.identity), "nor is it replaced"
+
+
+@pytest.mark.usefixtures("able", "without_charts")
 def test_a_blended_item_that_was_cut_off_is_made_whole(folder: Path, tmp_path: Path) -> None:
     words = ("--tasks", "multi-needle", "--codec", "none", "--blend", "none,none", "--context", 600)
     assert small(folder, tmp_path, *words).exit_code == 0
@@ -192,6 +205,17 @@ def test_mistakes_are_told_before_a_model_is_loaded(tmp_path: Path, monkeypatch:
     (tmp_path / "rows.jsonl").unlink()
     os.mkfifo(tmp_path / "rows.jsonl")
     assert "rows.jsonl exists" in refused("m", "--codec", "int8", "--out", tmp_path)
+
+
+def test_a_place_that_cannot_be_written_to_is_told_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_disk: Callable[[], AbstractContextManager[None]]
+) -> None:
+    monkeypatch.setattr(models, "loaded", lambda *args, **kwargs: pytest.fail("a model was loaded"))
+    for place in (tmp_path, tmp_path / "new" / "newer"):
+        with full_disk():
+            said = refused("m", "--codec", "int8", "--out", place)
+        assert said == f"{place} cannot be written to (File too large); name another folder with --out"
+        assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.usefixtures("without_charts")

@@ -72,7 +72,7 @@ def test_a_chart_of_executors_begins_at_zero_and_has_each(
             *(row(item, each, [1, 0], share=0.2) for each in executors),
         ])  # fmt: skip
     drawn = []
-    monkeypatch.setattr(figure, "savefig", lambda self, file, dpi: drawn.append(self))
+    monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: drawn.append(self))
     found = results.of_blending(made, ["recall/512"], ["full prefill", *executors])
     report.draw_blending(found, tmp_path / "chart.png")
     (axes,) = drawn[0].axes

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import resource
-import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -37,19 +37,15 @@ def test_a_row_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
     assert len(Rows(file, ABOUT)) == 2
 
 
-def test_a_disk_that_is_full_again_costs_no_row(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_again_costs_no_row(
+    tmp_path: Path, full_disk: Callable[[], AbstractContextManager[None]]
+) -> None:
     """Nothing can be written; the row that was cut off goes all the same."""
     file = tmp_path / "rows.jsonl"
     Rows(file, ABOUT).add([row(1), row(2)])
     file.write_text(file.read_text()[:-10])
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
+    with full_disk():
         assert len(Rows(file, ABOUT)) == 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, handler)
     assert len(Rows(file, ABOUT)) == 1
 
 

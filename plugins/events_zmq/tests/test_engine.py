@@ -399,13 +399,27 @@ def test_a_ring_of_close_that_is_heard_together_with_another_is_not_lost() -> No
     publisher._ear.close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_events_of_a_publisher_whose_thread_has_failed_are_lost_and_counted() -> None:
+def test_events_of_a_publisher_whose_thread_has_failed_are_lost_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     publisher = Publisher(Settings("tcp://127.0.0.1:*", None, "", 10, 10, 10, 10, 1 << 64))  # no number of msgpack's
     assert publisher.publish([AllBlocksCleared()]) == 0
     publisher._thread.join(10)
     assert publisher.publish([AllBlocksCleared()]) == 1 and publisher.lost == 1
+    assert isinstance(publisher.failure, OverflowError)
+    (said,) = [one for one in caplog.records if one.name == "kvloom.events_zmq"]
+    assert said.getMessage().endswith("no more KV events are published") and said.exc_info[1] is publisher.failure  # type: ignore[index]
     publisher.close()
+
+
+def test_the_error_of_a_publisher_that_failed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    observer = ZmqEventsObserver(ZmqEventsObserver.Config(endpoint="tcp://127.0.0.1:*"))
+    publisher = observer.publisher
+    assert publisher is not None and publisher.failure is None
+    monkeypatch.setattr(publisher, "_send", lambda events: {}["gone"])
+    observer.on_chunks(ChunkEvent("cleared", prefix="a/"))
+    publisher._thread.join(10)
+    with pytest.raises(EventsLostError, match=r"^1 KV events are not published: its thread failed: KeyError: 'gone'$"):
+        observer.on_chunks(ChunkEvent("cleared", prefix="a/"))
+    observer.close()
 
 
 @pytest.mark.parametrize("name", ["hwm", "data_parallel_rank", "batch", "max_waiting", "replay_batches"])

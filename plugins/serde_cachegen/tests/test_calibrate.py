@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -234,15 +234,17 @@ def test_a_device_that_is_not_there_is_said_in_a_line() -> None:
 
 @needs_transformers
 def test_a_place_that_cannot_be_written_to_is_no_matter_of_minutes(
-    calibrate: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    calibrate: Callable[..., Result], monkeypatch: pytest.MonkeyPatch,
+    full_disk: Callable[[], AbstractContextManager[None]],
+) -> None:  # fmt: skip
     monkeypatch.setattr("kvloom_serde_cachegen.calibration.command._calibrate", None)
     Path("folder").mkdir()
     unable = calibrate("--text", __file__, "--out", "folder", "--force")
-    monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK)
-    for done in (unable, calibrate("--text", __file__, "--out", "here")):
+    with full_disk():
+        full = calibrate("--text", __file__, "--out", "here")
+    for done, said in ((unable, "folder is a directory"), (full, "here cannot be written to (File too large)")):
         assert done.exit_code == 2 and "--out" in done.output
-        assert "cannot be written to" in " ".join(done.output.split())
+        assert said in " ".join(done.output.replace("│", "").split())
 
 
 @needs_transformers

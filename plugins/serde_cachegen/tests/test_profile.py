@@ -7,6 +7,8 @@ import json
 import math
 import os
 import tracemalloc
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -155,21 +157,13 @@ def test_a_header_without_an_end_is_not_read(tmp_path: Path) -> None:
         Profile.load(path)
 
 
-def test_saving_writes_over_nothing_else_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
-    (tmp_path / ".it.partial").symlink_to(victim)
+def test_a_full_disk_leaves_the_profile_of_before(
+    tmp_path: Path, full_disk: Callable[[], AbstractContextManager[None]]
+) -> None:
     profile_of(1, 1, 32).save(tmp_path / "it")
-    assert victim.read_text() == "mine" and Profile.load(tmp_path / "it").layers == 1
-    there = {*tmp_path.iterdir()}
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(OSError, match="No space"):
-        profile_of(1, 1, 32).save(tmp_path / "it")
-    assert {*tmp_path.iterdir()} == there
+    with full_disk(), pytest.raises(OSError, match="it"):
+        profile_of(1, 2, 32).save(tmp_path / "it")
+    assert Profile.load(tmp_path / "it").layers == 1
 
 
 @pytest.mark.parametrize(

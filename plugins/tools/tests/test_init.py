@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +109,15 @@ def test_what_cannot_be_is_one_error_and_no_file(arguments: tuple[str, ...], pro
     assert not (tmp_path / "kv.yaml").exists()
 
 
-def test_a_file_is_written_over_only_if_asked(tmp_path: Path) -> None:
+def test_a_file_is_written_over_only_if_asked(
+    tmp_path: Path, full_disk: Callable[[], AbstractContextManager[None]]
+) -> None:
     flags = ("--engine", "plain", "--tier", "memory")
     (tmp_path / "kv.yaml").write_text("mine")
     assert "exists already" in made(tmp_path, *flags, status=2).err
+    assert (tmp_path / "kv.yaml").read_text() == "mine"
+    with full_disk():
+        assert "kv.yaml cannot be written: File too large" in made(tmp_path, *flags, "--force", status=2).err
     assert (tmp_path / "kv.yaml").read_text() == "mine"
     made(tmp_path, *flags, "--force")
     assert EngineConfig.from_file(tmp_path / "kv.yaml").tiers[0].type == "memory"

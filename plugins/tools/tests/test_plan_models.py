@@ -127,7 +127,11 @@ def test_files_that_are_no_model(tmp_path: Path, text: str, problem: str) -> Non
     [
         ('{"text_config": "x"}', "its text_config is a str and no mapping; say --layers"),
         ('{"spec": []}', "its spec is a list and no mapping; say --layers"),
-        ('{"num_hidden_layers": 1e400, "num_attention_heads": 4, "hidden_size": 64}', "cannot convert float infinity"),
+        ('{"num_hidden_layers": 1e400, "num_attention_heads": 4, "hidden_size": 64}', "its num_hidden_layers is no"),
+        ('{"num_hidden_layers": 2, "num_attention_heads": 0.5, "hidden_size": 64}', "its num_attention_heads is no"),
+        ('{"num_hidden_layers": 2, "num_attention_heads": -4, "hidden_size": 64}', "its num_attention_heads is no"),
+        ('{"num_hidden_layers": "2", "num_attention_heads": 4, "hidden_size": 64}', "its num_hidden_layers is no"),
+        ('{"num_hidden_layers": 2, "kv_lora_rank": "8", "qk_rope_head_dim": 4}', "its kv_lora_rank is no whole number"),
         ('{"num_layers": 1, "head_size": 8, "num_kv_heads": 1, "model": "m", "dtype": "int8", "rope": {"a": NaN}}',
          "KVSpec.rope must be what JSON can say"),
     ],

@@ -207,7 +207,8 @@ def test_a_file_that_is_cut_short_counts_up_to_there(tmp_path: Path) -> None:
         ((*KIB, "--salt", f"a={5000 * '9'}"), "should be the number of a salt"),
         ((*KIB, "--chart", "chart.gif"), "--chart: 'chart.gif' should end in .png or .svg"),
         ((*KIB, "--chart", "nowhere/chart.png"), "--chart: there is no directory 'nowhere'; make it"),
-        ((*KIB, "--chart", "folder.png", "--force"), "--chart: folder.png cannot be written; choose another name"),
+        ((*KIB, "--chart", "folder.png", "--force"), "--chart: folder.png is a directory; name a file"),
+        ((*KIB, "--chart", "/proc/chart.png"), "--chart: /proc/chart.png cannot be written (No such file"),
     ],
 )
 def test_replay_refuses(

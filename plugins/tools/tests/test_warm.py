@@ -129,6 +129,7 @@ def test_which_model_must_be_clear(config: Path, prompts: Path, tmp_path: Path) 
         ('["a"]', "1: tokens: expected a list of token ids"),
         ("[1, 2", "1: Expecting"),
         ('{"tokens": ["a"]}', "1: tokens: expected a list of token ids"),
+        ('{"tokens": null}', "1: tokens: expected a list of token ids"),
         ('{"tokens": [true]}', "1: tokens: expected a list of token ids"),
         ('{"tokens": [1], "text": "a"}', '1: expected {"tokens": [...]} or {"text": "..."}'),
         ('{"token": [1]}', '1: expected {"tokens": [...]} or {"text": "..."}'),

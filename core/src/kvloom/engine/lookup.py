@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -240,20 +241,36 @@ class Index:
             lead=lead, context=context,
         )  # fmt: skip
 
-    def find(self, segments: Sequence[Segment], search_range: Sequence[str] | None = None) -> torch.Tensor:
-        """Find the segments that the tiers report: a bool mask with one entry per segment, gaps included."""
-        return torch.tensor([name is not None for name in self.locate(segments, search_range)], dtype=torch.bool)
+    def find(
+        self, segments: Sequence[Segment], search_range: Sequence[str] | None = None, *, timeout: float | None = None
+    ) -> torch.Tensor:
+        """Find the segments that the tiers report: a bool mask with one entry per segment, gaps included.
 
-    def locate(self, segments: Sequence[Segment], search_range: Sequence[str] | None = None) -> list[str | None]:
-        """The name of the fastest tier that says it holds each segment, or None. Raises as `lookup` does: ValueError if
-        there is no such tier, TypeError if `search_range` is one string.
+        timeout: seconds, as for `locate`. Raises ValueError and TypeError as that does.
+        """
+        located = self.locate(segments, search_range, timeout=timeout)
+        return torch.tensor([name is not None for name in located], dtype=torch.bool)
+
+    def locate(
+        self, segments: Sequence[Segment], search_range: Sequence[str] | None = None, *, timeout: float | None = None
+    ) -> list[str | None]:
+        """The name of the fastest tier that says it holds each segment, or None.
+
+        timeout: seconds in which all tiers together are to answer, at most their longest deadline, which is the
+        default. A tier that has not answered by then counts as one without the segments. Raises as `lookup` does:
+        ValueError if there is no such tier, TypeError if `search_range` is one string.
         """
         self._check_open()
         self._check_names(search_range)
         keys = [segment.key for segment in segments]
         if self._stack.all_in_memory(keys, search_range):
             return [self._stack.memory.name] * len(keys)
-        return self._runtime.uninterrupted(partial(self._stack.locate, keys, search_range), leave=True)
+        seconds = math.inf if timeout is None else timeout
+
+        def ask() -> list[str | None]:
+            return self._stack.locate(keys, search_range, self._stack.context(seconds=seconds))
+
+        return self._runtime.uninterrupted(ask, leave=True)
 
     def _named(self, tokens: torch.Tensor, salt: str | None) -> list[Segment]:
         """The segments of tokens that are to be moved. Emits them to observers of chunks."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -40,10 +41,14 @@ class Stack:
         self.loader = Loader(memory, stored, layout, events, runtime)
         self.storer = Storer(memory, stored, layout, events, runtime, deadline=self.deadline)
 
-    def context(self, chain: Chain = NO_CHAIN, record: RequestTrace = NO_TRACE) -> RequestContext:
-        """The context of an operation that begins now. chain: its chunks. record: its trace."""
-        since = self.memory.invalidations.mark()
-        return RequestContext(self._runtime, self.deadline, since=since, chain=chain, record=record)
+    def context(
+        self, chain: Chain = NO_CHAIN, record: RequestTrace = NO_TRACE, *, seconds: float = math.inf
+    ) -> RequestContext:
+        """The context of an operation that begins now. chain: its chunks. record: its trace. seconds: its deadline, if
+        that is less than the tiers'.
+        """
+        since, seconds = self.memory.invalidations.mark(), min(self.deadline, seconds)
+        return RequestContext(self._runtime, seconds, since=since, chain=chain, record=record)
 
     @property
     def deadline(self) -> float:

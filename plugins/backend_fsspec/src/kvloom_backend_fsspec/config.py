@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -11,7 +13,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from kvloom import Config as BaseConfig
-from kvloom import Duration
+from kvloom import ConfigError, Duration
 
 OBSTORE_SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "azure": "az", "file": "file"}
 """The schemes that obstore serves, with one word for each kind of store."""
@@ -38,6 +40,10 @@ _FILES = re.compile(
     re.IGNORECASE,
 )
 """Options that name files; relative ones begin where the configuration file is."""
+_MOST_FILES = {"key_filename": 100, "cert": 2}
+"""Options that may be a list, with its maximum length: behind a certificate and its key would be a password."""
+_ELSE = {"key_filename": ", or a list of them", "cert": ", or a list of it and its key's", "verify": ", true or false"}
+"""The other forms of options that name files."""
 _QUERY = re.compile(r"\?[\w.-]+=")
 _NO_PART = ("", ".", "..")
 
@@ -94,7 +100,10 @@ class Config(BaseConfig):
             if query:
                 raise ValueError(f"{name} is a URL with a query; name the server alone. {STANDARD_PLACES}")
         directory = (info.context or {}).get("directory", Path())
-        return {name: _below(value, directory) if _FILES.fullmatch(name) else value for name, value in options.items()}
+        return {
+            name: _as_files(name, value, directory) if _FILES.fullmatch(name) else value
+            for name, value in options.items()
+        }
 
     @model_validator(mode="after")
     def _can_work(self) -> Config:
@@ -113,19 +122,15 @@ class Config(BaseConfig):
         return self
 
     def check_files(self) -> None:
-        """Raise ValueError for an option whose file is neither a regular file nor a directory.
+        """Raise ConfigError for an option whose file is missing, or is no regular file; `verify` may be a directory.
 
         Clients would wait for what comes from a FIFO, some of them with the interpreter's lock.
         """
         for name, value in self.options.items():
             paths = value if isinstance(value, list | tuple) else [value]
             for path in paths if _FILES.fullmatch(name) else ():
-                try:
-                    found = Path(path).expanduser() if isinstance(path, str) else Path()
-                except RuntimeError:
-                    raise ValueError(f"options.{name}: unknown home directory: {path}; name a file") from None
-                if found.exists() and not (found.is_file() or found.is_dir()):
-                    raise ValueError(f"options.{name}: {path} is not a regular file")
+                if isinstance(path, str) and (problem := _problem_of(path, directory=name.lower() == "verify")):
+                    raise ConfigError(f"options.{name}", problem)
 
     @property
     def place(self) -> Place:
@@ -196,10 +201,27 @@ def _texts_in(options: Any, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, options
 
 
-def _below(path: Any, directory: Path) -> Any:
-    """A path, or each of several, from `directory` on if it is relative."""
-    if isinstance(path, list | tuple):
-        return [_below(one, directory) for one in path]
-    if not isinstance(path, str) or not path or path.startswith("~"):
-        return path
-    return str(directory / path)
+def _problem_of(path: str, *, directory: bool) -> str:
+    """The reason that a path cannot be read; empty if it names a regular file. directory: it may name one of these."""
+    if path.startswith("~"):
+        return f"unknown home directory: {path}; name a file"
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return f"there is no file {path}"
+    except (OSError, ValueError) as error:  # a name too long, no right to look, a NUL
+        return f"cannot read {path}: {getattr(error, 'strerror', None) or error}"
+    return "" if stat.S_ISREG(mode) or (directory and stat.S_ISDIR(mode)) else f"{path} is not a regular file"
+
+
+def _as_files(name: str, value: Any, directory: Path) -> Any:
+    """The path in a file option, or each of several: absolute, and below a known home if it begins with `~`. Raises
+    ValueError for what is no path."""
+    if value is None or (name.lower() == "verify" and isinstance(value, bool)):
+        return value
+    if isinstance(value, list | tuple) and len(value) <= _MOST_FILES.get(name.lower(), 0):
+        return [_as_files(name, one, directory) for one in value]
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name}: expected the path of a file{_ELSE.get(name.lower(), '')}")
+    path = os.path.expanduser(value)
+    return path if path.startswith("~") else str(directory / path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -172,7 +171,7 @@ def _scoring(
     model: str, executor: str, tasks: int, ratios: list[float] | None, out: Path | None, force: bool
 ) -> Scoring:
     """Raises ConfigError for arguments that cannot work."""
-    from kvloom import ConfigError
+    from kvloom import ConfigError, check_folder
 
     from .scoring import Scoring
 
@@ -184,8 +183,12 @@ def _scoring(
         raise ConfigError("--out", f"there is no directory {str(out.parent)!r}")
     if out.exists() and not force:
         raise ConfigError("--out", f"{out} exists; name another, or overwrite it with --force")
-    if out.is_dir() or not os.access(out.parent, os.W_OK):
-        raise ConfigError("--out", f"{out} cannot be written; name another file")
+    if out.is_dir():
+        raise ConfigError("--out", f"{out} is a directory; name a file")
+    try:
+        check_folder(out.parent)
+    except OSError as error:
+        raise ConfigError("--out", f"{out} cannot be written ({error.strerror}); name another file") from None
     return Scoring(executor, list(dict.fromkeys(ratios or [_LIMITED_RATIO])), tasks, out)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import secrets
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvloom import ConfigError, KVSpec, one_line
+from kvloom import ConfigError, KVSpec, one_line, replace_file
 
 from .settings import RatioConfig
 
@@ -36,14 +35,7 @@ def save(file: Path, spec: KVSpec, verdicts: Mapping[str, Mapping[str, Any]]) ->
     verdicts: by `name_of`; the reasons why one `failed`, empty if it did not, and what else is known.
     """
     made = {"format": FORMAT, "model": spec.identity, "dtype": spec.dtype, "verdicts": verdicts}
-    temporary = file.with_name(f".{secrets.token_hex(8)}.partial")
-    try:
-        with temporary.open("x", encoding="utf-8") as writing:
-            writing.write(json.dumps(made, indent=1) + "\n")
-        temporary.replace(file)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    replace_file(file, json.dumps(made, indent=1) + "\n")
 
 
 def check(file: Path, spec: KVSpec, name: str) -> None:

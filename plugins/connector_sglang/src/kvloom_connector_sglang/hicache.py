@@ -22,8 +22,8 @@ class KVLoomHiCache(HiCacheStorage):  # type: ignore[misc]
     """SGLang's pages in the tiers of a YAML file.
 
     Of `extra_config`: `config`, the path of the YAML file, or its content; `revision`, which weights the model has, for
-    two fine-tunes of one name share nothing but that; `timeout`, seconds that moving pages may take, 30 unless given.
-    Only start-up raises. Afterwards a failure is a miss, counted and logged.
+    two fine-tunes of one name share nothing but that; `timeout`, seconds that a call may take to move pages or ask for
+    them, 30 unless given. Only start-up raises. Afterwards a failure is a miss, counted and logged.
     """
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:

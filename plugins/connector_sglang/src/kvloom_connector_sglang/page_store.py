@@ -36,9 +36,9 @@ class Moved:
 class PageStore:
     """The pages of one rank. Called from several threads at once.
 
-    config: what the YAML file says. timeout: seconds that moving pages may take; afterwards it is a miss, and SGLang's
-    memory is left alone. What the tiers are asked besides, or instead, ends with their deadlines. Raises ConfigError if
-    it cannot work.
+    config: what the YAML file says. timeout: seconds that a call may take to move pages or ask for them; afterwards it
+    is a miss, and SGLang's memory is left alone. `clear` and `close` end with the tiers' deadlines. Raises ConfigError
+    if it cannot work.
     """
 
     def __init__(self, config: EngineConfig, spec: KVSpec, geometry: Geometry, *, timeout: float = 30.0) -> None:
@@ -59,7 +59,7 @@ class PageStore:
 
     def exists(self, keys: Sequence[str]) -> int:
         """Count the leading pages that the tiers report."""
-        found = self._forgiving("find", lambda: self._engine.find(self._segments(keys)), None)
+        found = self._forgiving("find", lambda: self._engine.find(self._segments(keys), timeout=self._timeout), None)
         return 0 if found is None else _leading(found)
 
     def get(self, keys: Sequence[str], **where: Any) -> list[bool]:
@@ -81,13 +81,15 @@ class PageStore:
         """
         began = time.monotonic()
 
+        def left() -> float:
+            return max(0.0, began + self._timeout - time.monotonic())
+
         def save() -> torch.Tensor:
             segments = self._segments(keys)
             self._engine.save(segments, **where).result(self._timeout)
-            found = self._engine.find(segments)
-            left = max(0.0, began + self._timeout - time.monotonic())
-            if not found.all() and self._engine.flush(left):  # pages being written are not found yet
-                found = self._engine.find(segments)
+            found = self._engine.find(segments, timeout=left())
+            if not found.all() and self._engine.flush(left()):  # pages being written are not found yet
+                found = self._engine.find(segments, timeout=left())
             return found
 
         kept = self._forgiving("set", save, None)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from kvloom import KVLoomError
+from kvloom import KVLoomError, one_line
+from kvloom_connector_transformers import spec_of
 from kvloom_eval import peers
 from kvloom_serde_cachegen import CacheGenConfig, CacheGenSerializer, Profile, calibrated, measuring
 
@@ -89,9 +90,16 @@ def check_profile(file: Path) -> None:
 
 
 def profile_of(model: Any, tokens: torch.Tensor, name: str, file: Path, step: Callable[[], None]) -> Profile:
-    """The profile of a model, made of windows `[windows, tokens]` and written to `file`, or the one that is there."""
+    """The profile of a model, made of windows `[windows, tokens]` and written to `file`, or the one that is there.
+    Raises KVLoomError for one of another model."""
     if file.exists():
-        return Profile.load(file)
+        found = Profile.load(file)
+        if found.identity != (ours := spec_of(model).identity):
+            raise KVLoomError(
+                f"{file} is of another model ({one_line(found.identity)}; this is {ours}); remove it, or name another "
+                "folder with --out"
+            )
+        return found
     profile, _ = calibrated(model, tokens, name=name, klt=True, step=step)
     profile.save(file)
     return profile

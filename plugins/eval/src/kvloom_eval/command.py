@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvloom import KVLoomError
+from kvloom import KVLoomError, check_folder, replace_file
 
 if TYPE_CHECKING:
     from kvloom_eval.blending import Blender
@@ -97,15 +97,18 @@ def evaluate(
 
 
 def _check_own(place: Path) -> None:
-    """Raise KVLoomError if files that are written over are there, and no rows beside them that say whose they are."""
-    if place.exists() and not (place.is_dir() and os.access(place, os.W_OK)):
-        raise KVLoomError(f"{place} exists and cannot be written to; name another folder with --out")
+    """Raise KVLoomError if files that are written over are there, and no rows beside them that say whose they are, and
+    if nothing can be written there."""
     there = [place / name for name in (*_WRITTEN, _ROWS) if os.path.lexists(place / name)]
     if there and not (place / _ROWS).is_file():
         raise KVLoomError(f"{there[0]} exists and is not from `kvloom eval`; name another folder with --out")
     for each in there:
         if not (each.is_file() and os.access(each, os.W_OK)):
             raise KVLoomError(f"{each} exists and cannot be written to; name another folder with --out")
+    try:
+        check_folder(place)
+    except OSError as error:
+        raise KVLoomError(f"{place} cannot be written to ({error.strerror}); name another folder with --out") from None
 
 
 def _about(name: str, plan: Plan, *, plain: bool, dtype: str) -> dict[str, Any]:
@@ -194,8 +197,8 @@ def _write(
         **({"blending": results.as_json(blended)} if blended else {}),
     }  # fmt: skip
     text = report.page(about, coded, blended, size)
-    (place / "results.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-    (place / "results.md").write_text(text, encoding="utf-8")
+    replace_file(place / "results.json", json.dumps(made, indent=1) + "\n")
+    replace_file(place / "results.md", text)
     try:
         if coded:
             report.draw_codecs(coded, place / "codecs.png")

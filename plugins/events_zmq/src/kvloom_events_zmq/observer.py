@@ -121,6 +121,9 @@ class ZmqEventsObserver(Observer):
             events.append(AllBlocksCleared())
         dropped = self.publisher.publish(events) if events else 0
         missed, self._missed = self.publisher.missed - self._missed, self.publisher.missed
+        if dropped and (failure := self.publisher.failure) is not None:
+            text = f"{dropped} KV events are not published: its thread failed: {type(failure).__name__}: {failure}"
+            raise EventsLostError(text)
         if dropped:
             raise EventsLostError(f"{dropped} KV events found too many waiting; raise `max_waiting`")
         if missed:

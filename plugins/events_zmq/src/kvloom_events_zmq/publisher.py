@@ -53,6 +53,8 @@ class Publisher:
         """Events that found the queue full."""
         self.missed = 0
         """Events that a slow subscriber, or several, did not get."""
+        self.failure: BaseException | None = None
+        """The error that ended the thread: nothing is published any more."""
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._lock = threading.Lock()
@@ -118,6 +120,13 @@ class Publisher:
             self._bell.send(b"!")
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            self.failure = error
+            log.exception("%s: no more KV events are published", self.endpoint)
+
+    def _serve(self) -> None:
         listeners = [one for one in (self._pub, self._router) if one is not None]
         poller = zmq.Poller()
         for readable in (self._ear, self._pub.socket, *(one.monitor for one in listeners)):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvloom import ConfigError, text_of
+from kvloom import ConfigError, replace_file, text_of
 
 if TYPE_CHECKING:
     from kvloom_lmcache.draft import Imported
@@ -113,7 +113,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _write(to: Path, text: str) -> None:
     try:
-        to.write_text(text, encoding="utf-8")
+        replace_file(to, text)
     except OSError as error:
         raise ConfigError(str(to), f"cannot be written: {error.strerror}") from None
 

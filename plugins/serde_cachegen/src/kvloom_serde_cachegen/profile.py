@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-import secrets
 import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -18,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors import torch as file_of
 
-from kvloom import KVLoomError, one_line
+from kvloom import KVLoomError, one_line, replace_file
 
 FORMAT = "kvloom-kv-profile/1"
 POSITION_BITS = 24
@@ -183,14 +182,7 @@ class Profile:
 
     def save(self, path: Path) -> None:
         """Write it to `path`, which is replaced at once. Raises OSError."""
-        temporary = path.with_name(f".{secrets.token_hex(8)}.partial")
-        try:
-            with temporary.open("xb") as file:
-                file.write(self.to_bytes())
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        replace_file(path, self.to_bytes())
 
     def to_bytes(self) -> bytes:
         """The file of it."""

@@ -86,7 +86,8 @@ def _file_of(model: str, option: str) -> Path:
 
 
 def _fields(model: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a KVSpec from a Hugging Face config. Raises KeyError with what is not there."""
+    """The fields of a KVSpec from a Hugging Face config. Raises KeyError with what is not there, ValueError for what is
+    no number."""
     text = config.get("text_config") or config.get("llm_config") or config
     if not isinstance(text, Mapping):
         raise ValueError(f"its text_config is a {type(text).__name__} and no mapping")
@@ -100,7 +101,7 @@ def _fields(model: str, config: Mapping[str, Any]) -> dict[str, Any]:
         return {
             **fields,
             "num_kv_heads": 1,
-            "head_size": text["kv_lora_rank"] + text["qk_rope_head_dim"],
+            "head_size": _first(text, ("kv_lora_rank",)) + _first(text, ("qk_rope_head_dim",)),
             "kv_planes": 1,
         }
     heads = _first(text, _HEADS)
@@ -116,8 +117,10 @@ def _fields(model: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
     for name in names:
-        if config.get(name):
-            return int(config[name])
+        if value := config.get(name):
+            if type(value) is not int or value < 1:
+                raise ValueError(f"its {name} is no whole number of at least 1")
+            return value
     raise KeyError(names[0])
 
 

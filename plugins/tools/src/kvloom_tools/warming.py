@@ -120,7 +120,7 @@ def _prompt(number: int, line: str, encode: Tokenizer | None) -> Prompt:
     if salt is not None and not isinstance(salt, str):
         raise TypeError(f"salt: expected text, got {salt!r}")
     tokens = fields.get("tokens")
-    if tokens is None:
+    if "text" in fields:
         if encode is None:
             raise ValueError("text needs a tokenizer: name one, or give tokens")
         if not isinstance(fields["text"], str):

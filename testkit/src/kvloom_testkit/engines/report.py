@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 from xml.etree import ElementTree
 
-from kvloom import ConfigError, output
+from kvloom import ConfigError, output, replace_file
 from kvloom_testkit.engines.base import BaseBench
 from kvloom_testkit.engines.bench import Bench
 from kvloom_testkit.engines.process import Host, RefusedError
@@ -223,7 +223,7 @@ def _expect_writable(path: Path) -> None:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        replace_file(path, text)
     except OSError as error:
         raise ConfigError("--junit", f"{path} cannot be written: {error}") from error
 

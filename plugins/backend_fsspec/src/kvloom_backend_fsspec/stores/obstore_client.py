@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from kvloom import pip_install
+from kvloom import ConfigError, pip_install
 from kvloom_backend_fsspec.config import OBSTORE_SCHEMES, Config
 
 _MOST_CERTIFICATE_BYTES = 16 << 20
@@ -56,7 +56,8 @@ def _root_certificate(options: dict[str, Any]) -> dict[str, bytes]:
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         content = file.read(_MOST_CERTIFICATE_BYTES + 1) or b""  # None: a FIFO with a writer that is silent
     if not 0 < len(content) <= _MOST_CERTIFICATE_BYTES:
-        raise ValueError(f"root_certificate: {path} is empty, or has more than {_MOST_CERTIFICATE_BYTES} bytes")
+        problem = f"{path} is empty, or has more than {_MOST_CERTIFICATE_BYTES} bytes"
+        raise ConfigError("options.root_certificate", problem)
     return {"root_certificate": content}
 
 

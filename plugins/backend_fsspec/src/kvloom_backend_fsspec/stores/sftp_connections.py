@@ -202,11 +202,6 @@ def _login(config: Config) -> tuple[dict[str, Any], Sequence[str | None]]:
     options = dict(config.options)
     if unknown := sorted(set(options) - _OPTIONS):
         raise ValueError(f"options: sftp:// has no {', '.join(unknown)}; it has {', '.join(sorted(_OPTIONS))}")
-    for name in ("known_hosts", "key_filename"):
-        given = options.get(name, ())
-        for path in [given] if isinstance(given, str) else given:
-            if not Path(path).is_file():
-                raise ValueError(f"options.{name}: there is no file {path}")
     known = options.pop("known_hosts", None)
     system = Path("/etc/ssh/ssh_known_hosts")
     host = urlsplit(f"//{config.place.host}")

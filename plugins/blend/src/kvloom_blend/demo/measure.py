@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import yaml
 
-from kvloom import BlendExecutor, Engine, KVSpec, Registry, text_of
+from kvloom import BlendExecutor, Engine, KVSpec, Registry, check_folder, replace_file, text_of
 from kvloom_connector_transformers import spec_of
 
 from ..quality import Agreement, Reference, answered, executor_of, logits_of
@@ -97,13 +97,13 @@ def measure(
     _check_room(model, max(map(len, prompts)) + ANSWER_TOKENS)
     out.mkdir(parents=True, exist_ok=True)
     config = configuration(separator, lead)
-    (out / "blend.yaml").write_text(_FIRST_LINE + yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    replace_file(out / "blend.yaml", _FIRST_LINE + yaml.safe_dump(config, sort_keys=False))
     with BlendedModel(model, Engine.open(config, spec_of(model)), owner=True) as ours:
         for document in documents:
             ours.remember(document)
         example = _example(ours, prompts[0], tokenizer, questions[0])
         result = replace(_measured(ours, documents, prompts), example=example)
-    (out / "blend.json").write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
+    replace_file(out / "blend.json", json.dumps(asdict(result), indent=1))
     return result
 
 
@@ -117,9 +117,8 @@ def check_count(documents: Sequence[object]) -> None:
 
 
 def check_own(out: Path) -> None:
-    """Check that files in `out` were made by an earlier demo, before they are overwritten. Raises ValueError."""
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} exists and is no directory; name another")
+    """Check that files in `out` were made by an earlier demo, before they are overwritten, and that files can be
+    written there. Raises ValueError."""
     there = [out / name for name in ("blend.yaml", "blend.json", "blend.png") if os.path.lexists(out / name)]
     try:
         own = all(path.is_file() for path in there)
@@ -128,6 +127,10 @@ def check_own(out: Path) -> None:
         own = False
     if not own:
         raise ValueError(f"{there[0]} exists and is not from a demo; name another directory")
+    try:
+        check_folder(out)
+    except OSError as error:
+        raise ValueError(f"{out} cannot be written to ({error.strerror}); name another directory") from None
 
 
 def configuration(separator: Sequence[int], lead: Sequence[int]) -> dict[str, Any]:

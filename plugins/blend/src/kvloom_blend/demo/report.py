@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from io import BytesIO
 from pathlib import Path
+
+from kvloom import replace_file
 
 from .. import screen
 from .measure import ANSWER_TOKENS, Result, Row
@@ -100,4 +103,6 @@ def draw_chart(result: Result, path: Path) -> None:
     axes.set_title(f"{len(result.document_tokens)} documents in {result.prompts} orders", loc="left", fontsize=11)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=144)
+    drawn = BytesIO()
+    figure.savefig(drawn, dpi=144, format="png")
+    replace_file(path, drawn.getvalue())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvloom import pip_install
+from kvloom import pip_install, replace_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -93,7 +93,7 @@ def demo(
     if config is None:
         config = out / "laptop.yaml"
         serializer = f", serializer: {json.dumps(codec)}" if codec else ""
-        config.write_text(_CONFIG.format(path=json.dumps(str(kv.resolve())), codec=serializer), encoding="utf-8")
+        replace_file(config, _CONFIG.format(path=json.dumps(str(kv.resolve())), codec=serializer))
     job = Job(
         model=model, parameters=count, document=str(text), tokens=tokens,
         question=question, config=str(config.resolve()), codec=codec,
@@ -137,7 +137,7 @@ def _run(console: Console, job: Job, out: Path, *, as_json: bool) -> bool:
     verdicts = checks(result)
     print_results(console, result, verdicts)
     made = {"stored": stored, "answered": result, "checks": [asdict(verdict) for verdict in verdicts]}
-    (out / "result.json").write_text(json.dumps(made, indent=1), encoding="utf-8")
+    replace_file(out / "result.json", json.dumps(made, indent=1))
     if as_json:
         print(json.dumps(made, indent=2))
     try:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvloom import text_of
+from kvloom import replace_file, text_of
 
 SIZES = {"small": 60_000_000, "medium": 150_000_000}
 _MOST_BYTES = 1 << 24
@@ -34,7 +34,7 @@ class Job:
     """The serializer of its disk tier, if it is not the default: KV may then be rounded."""
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+        replace_file(path, json.dumps(asdict(self), indent=1))
 
     @classmethod
     def load(cls, path: Path) -> Job:

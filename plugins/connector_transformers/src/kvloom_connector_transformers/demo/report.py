@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from kvloom import replace_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -111,7 +114,9 @@ def draw_chart(result: Mapping[str, Any], path: Path) -> None:
     axes.set_title(f"{result['prompt_tokens']:,} tokens: factor {factor:.1f}", loc="left", fontsize=11)
     figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=5)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    drawn = BytesIO()
+    figure.savefig(drawn, dpi=150, format="png")
+    replace_file(path, drawn.getvalue())
 
 
 def _ms(seconds: float) -> str:

@@ -73,7 +73,7 @@ class Tiers:
     """An engine whose chunks are pieces, and where failures are misses: for any number of threads."""
 
     def __init__(self, config: EngineConfig, spec: KVSpec, geometry: PieceGeometry, *, timeout: float = 30.0) -> None:
-        """timeout: seconds that a call may take. Raises ConfigError if the configuration cannot work."""
+        """timeout: seconds that `find`, `load` and `save` may take. Raises ConfigError for a wrong configuration."""
         self._engine = Engine.open(_completed(config, geometry), spec)
         self._namespace = f"{self._engine.fingerprint}/{salt_tag(config.salt)}"
         self._timeout = timeout
@@ -84,8 +84,13 @@ class Tiers:
         return self._engine
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key, whether the tiers report it."""
-        return self._forgiving("find", lambda: self._engine.find(self._segments(keys)).tolist(), [False] * len(keys))
+        """For each key, whether the tiers report it. A tier that has not answered in time reports nothing."""
+
+        def find() -> list[bool]:
+            found: list[bool] = self._engine.find(self._segments(keys), timeout=self._timeout).tolist()
+            return found
+
+        return self._forgiving("find", find, [False] * len(keys))
 
     def load(self, keys: Sequence[bytes], **where: Any) -> list[bool]:
         """Load the keys; for each, whether it is in place, every byte verified. After return nothing is written any

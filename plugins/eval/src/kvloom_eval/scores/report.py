@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
+from kvloom import replace_file
 from kvloom_eval.blending import FULL
 from kvloom_eval.running import EXACT
 from kvloom_eval.scores.results import Results, Scores, Task
@@ -123,7 +126,7 @@ def draw_codecs(results: Results, file: Path) -> None:
         each.grid(alpha=0.3)
     if axes[0].get_legend_handles_labels()[0]:
         axes[0].legend(fontsize=8)
-    figure.savefig(file, dpi=90)
+    _save(figure, file)
 
 
 def draw_blending(results: Results, file: Path) -> None:
@@ -154,10 +157,16 @@ def draw_blending(results: Results, file: Path) -> None:
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)
-    figure.savefig(file, dpi=90)
+    _save(figure, file)
 
 
 # -- inside ------------------------------------------------------------------------------------------------------------
+
+
+def _save(figure: Any, file: Path) -> None:
+    drawn = BytesIO()
+    figure.savefig(drawn, dpi=90, format="png")
+    replace_file(file, drawn.getvalue())
 
 
 def _family(name: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvloom import KVLoomError
+from kvloom import KVLoomError, replace_file
 
 Row = Mapping[str, Any]
 
@@ -88,7 +88,7 @@ class Rows:
         try:
             if header.startswith(text):  # nothing, or a header that was cut off
                 file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(header, encoding="utf-8")
+                replace_file(file, header)
                 return
         except OSError as error:
             raise _unusable(file, error) from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvloom import KVLoomError, pip_install
+from kvloom import KVLoomError, check_folder, pip_install
 
 if TYPE_CHECKING:
     import torch
@@ -101,8 +100,14 @@ def calibrate(
     out = out or Path(f"{name.replace('/', '--')}.kvprofile")
     if out.exists() and not force:
         raise typer.BadParameter(f"{out} exists; name another, or overwrite it with --force", param_hint="--out")
-    if out.is_dir() or not os.access(out.parent, os.W_OK):
-        raise typer.BadParameter(f"{out} cannot be written to; name another file", param_hint="--out")
+    if out.is_dir():
+        raise typer.BadParameter(f"{out} is a directory; name a file", param_hint="--out")
+    try:
+        check_folder(out.parent)
+    except OSError as error:
+        raise typer.BadParameter(
+            f"{out} cannot be written to ({error.strerror}); name another file", param_hint="--out"
+        ) from None
     wanted = _Wanted(
         model, name, [*text, *(more or ())], out, tokens, device, klt,
         _codecs(codec, klt=klt) if verify else [], Limits(max_kl, max_dnll, min_top1), tasks, as_json,

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from io import BytesIO
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvloom import ConfigError, TokenDatabase, output
+from kvloom import ConfigError, TokenDatabase, check_folder, output, replace_file
 from kvloom_tools.replay import Replay, TierPlan, Trace, plan_tiers
 
 if TYPE_CHECKING:
@@ -271,8 +271,12 @@ def check_chart(path: Path, *, force: bool) -> None:
         raise ConfigError("--chart", f"there is no directory {str(path.parent)!r}; make it")
     if path.exists() and not force:
         raise ConfigError("--chart", f"{path} exists already; choose another name, or overwrite it with --force")
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError("--chart", f"{path} cannot be written; choose another name")
+    if path.is_dir():
+        raise ConfigError("--chart", f"{path} is a directory; name a file")
+    try:
+        check_folder(path.parent)
+    except OSError as error:
+        raise ConfigError("--chart", f"{path} cannot be written ({error.strerror}); choose another name") from None
     if find_spec("matplotlib") is None:
         raise ConfigError("--chart", "matplotlib is not installed; pip install matplotlib, or leave --chart out")
 
@@ -291,8 +295,10 @@ def draw(found: Sequence[Run], path: Path) -> None:
     axes.set_ylabel("tokens that were hits, in percent")
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
+    drawn = BytesIO()
+    figure.savefig(drawn, dpi=150, format=path.suffix[1:])
     try:
-        figure.savefig(path, dpi=150)
+        replace_file(path, drawn.getvalue())
     except OSError as error:
         raise ConfigError(str(path), f"cannot be written: {error.strerror}") from None
 

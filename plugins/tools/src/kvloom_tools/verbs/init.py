@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from kvloom import ConfigError, Registry
+from kvloom import ConfigError, Registry, replace_file
 
 _SIZE = re.compile(r"(?:(?P<place>.*):)?(?P<size>\d+(?:\.\d+)?[KMGTP]i?B)", re.IGNORECASE)
 _EXAMPLE = "--engine vllm --tier memory:4GiB --tier disk:/var/lib/kvloom:100GiB"
@@ -215,7 +215,7 @@ def _missing(tree: dict[str, Any], serializer: str, registry: Registry) -> list[
 
 def _write(to: Path, text: str) -> None:
     try:
-        to.write_text(text, encoding="utf-8")
+        replace_file(to, text)
     except OSError as error:
         raise ConfigError("--output", f"{to} cannot be written: {error.strerror}") from None
 
