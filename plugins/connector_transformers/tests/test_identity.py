@@ -111,6 +111,14 @@ def test_matmul_precision_is_part_of_it(llama: PreTrainedModel) -> None:
         torch.set_float32_matmul_precision("highest")
 
 
+def test_a_config_that_changes_between_calls_is_part_of_it(llama: PreTrainedModel) -> None:
+    before, then = spec_of(llama), signature(llama)
+    llama.config.sliding_window = 8  # read at each forward of the models that have one
+    assert spec_of(llama) != before and signature(llama) != then
+    del llama.config.sliding_window
+    assert spec_of(llama) == before and signature(llama) == then
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -157,6 +157,17 @@ def test_images_that_are_numbered_are_refused(model: Path) -> None:
         namespace(config)
 
 
+def test_a_cache_that_holds_other_numbers_than_vllm_says_is_refused(model: Path) -> None:
+    config = vllm_config(str(model))
+    config.cache_config.cache_dtype = "bfloat16"
+    with pytest.raises(ValueError, match=r"kv_cache_dtype bfloat16 .*float32"):
+        namespace(config)
+    config.device_config.device_type = "cuda"
+    namespace(config)
+    config.device_config.device_type, config.model_config.dtype = "cpu", torch.bfloat16
+    namespace(config)
+
+
 def nothing(layer: Any) -> dict[str, str | int | bool]:
     return {}
 

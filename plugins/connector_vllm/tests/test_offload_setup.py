@@ -113,6 +113,7 @@ def test_without_vllms_configuration_what_is_known_counts(model: Path, change: s
     [
         ({"prefix_caching_hash_algo": "xxhash"}, "may collide"),
         ({"cache_dtype": "int8_per_token_head"}, "int8_per_token_head: not tested"),
+        ({"cache_dtype": "bfloat16"}, "kv_cache_dtype bfloat16 on a processor"),
         ({"lora": True}, "LoRA"),
         ({"speculation": "eagle"}, "eagle"),
         ({"chunks": 2}, "blocks_per_chunk"),

@@ -119,6 +119,7 @@ def vllm_config(model: str = "tiny", *, kv_heads: int = 4, **parallel: int) -> S
             get_total_num_kv_heads=lambda: kv_heads,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
+        device_config=SimpleNamespace(device_type="cpu"),
         load_config=SimpleNamespace(load_format="auto"),
         parallel_config=SimpleNamespace(**{**sizes, **parallel}),
     )  # fmt: skip

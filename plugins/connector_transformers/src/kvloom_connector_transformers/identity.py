@@ -66,6 +66,7 @@ def signature(model: Any) -> tuple[Any, ...]:
         hash(versions),
         sampled_digest(tensors, samples=32),
         adapters.state(model),
+        _config_digest(base),
         _kernels(base),
     )
 
@@ -85,9 +86,14 @@ def _revision(model: Any, base: PreTrainedModel, commit: str | None) -> str:
     digest = (
         f"commit {commit}, sampled weights {sampled_digest(weights)}" if commit else f"weights {full_digest(weights)}"
     )
+    return f"{digest}, config {_config_digest(base)}"
+
+
+def _config_digest(base: PreTrainedModel) -> str:
+    """A digest of the model's code, by name, and of its config as it is now: forwards read some fields at each call."""
     config = {key: value for key, value in base.config.to_dict().items() if key not in _BY_THE_WAY}
     code = f"{type(base).__module__}.{type(base).__qualname__}"
-    return f"{digest}, config {xxhash.xxh3_64_hexdigest((code + json.dumps(_plain(config), sort_keys=True)).encode())}"
+    return xxhash.xxh3_64_hexdigest((code + json.dumps(_plain(config), sort_keys=True)).encode())
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

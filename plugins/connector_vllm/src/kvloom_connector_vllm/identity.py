@@ -37,6 +37,7 @@ _STATES = ("mamba_type", "shapes", "dtypes", "num_heads", "block_size")
 _OFFLOADING = "for others use vLLM's OffloadingConnector with kvloom's spec (docs/use/vllm.md)"
 _BLOCK_IN_ONE_PIECE = {"LBHNC", "LBNHC", "BLHNC", "BLNHC"}
 _PLAIN_QUANTISATION = {"NONE", "FP8_PER_TENSOR"}
+_FLOATS = {"float16", "bfloat16", "float32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ def identify_groups(
     _refuse_parallelism(config.parallel_config)
     _refuse_speculation(config)
     _refuse_unhashed_images(config)
+    check_cache_dtype(config)
     layers = layer_specs(kv_cache_config)
     layout = getattr(kv_cache_config, "kv_cache_layout", None)
     if layout is not None and layout not in _BLOCK_IN_ONE_PIECE:
@@ -266,6 +268,18 @@ def _changed(path: Path, files: list[tuple[str, int, int, int]]) -> bool:
         return path.exists() and versions(path) != files
     except OSError:
         return True
+
+
+def check_cache_dtype(config: Any) -> None:
+    """Raise ValueError where vLLM writes other numbers than it says that its cache holds. config: a `VllmConfig`."""
+    named = str(config.cache_config.cache_dtype)
+    device = getattr(getattr(config, "device_config", None), "device_type", "")
+    model = str(config.model_config.dtype).removeprefix("torch.")
+    if device == "cpu" and named in _FLOATS and named != model:
+        raise ValueError(
+            f"kv_cache_dtype {named} on a processor: vLLM writes the model's {model} there, so that a block's KV is not "
+            "where the block is; use --kv-cache-dtype auto"
+        )
 
 
 def _refuse_unhashed_images(config: Any) -> None:

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from kvloom import ByteSize, Config, Duration, KVSpec, validated
 
+from ..identity import check_cache_dtype
 from ..revision import digest_of, name_of, plain_json, revision_of, text_config
 from ..weights import folder_digest
 from .settings import PieceGeometry
@@ -52,6 +53,7 @@ def refuse(config: Any, offloading: Any) -> None:
     dtype = str(config.cache_config.cache_dtype)
     if dtype not in _KEPT_DTYPES:
         raise ValueError(f"kv_cache_dtype {dtype}: not tested; use one of {', '.join(_KEPT_DTYPES)}")
+    check_cache_dtype(config)
     if offloading.cache.blocks_per_chunk > 1 and len(offloading.groups) > 1:
         raise ValueError("blocks_per_chunk: must be 1 if the model has several groups of KV cache; remove it")
 
