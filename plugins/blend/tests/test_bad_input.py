@@ -168,6 +168,19 @@ def test_a_model_that_cannot_be_run_on_some_tokens_is_refused_when_it_is_opened(
         blended(odd, config(NONE))
 
 
+def test_keys_and_values_of_different_sizes_are_refused() -> None:
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    shape = DeepseekV2Config(
+        vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=None, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12,
+        first_k_dense_replace=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match="DeepseekV2ForCausalLM has K and V of different sizes"):
+        blended(DeepseekV2ForCausalLM(shape).eval(), config(NONE))
+
+
 def test_layers_with_a_window_are_refused() -> None:
     from transformers import Llama4ForCausalLM, Llama4TextConfig
 

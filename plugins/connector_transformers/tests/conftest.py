@@ -37,7 +37,12 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "bloom": {"n_layer": 3, "n_head": 4},
     "falcon": {"alibi": False},
-}
+    "deepseek_v3": {
+        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+        "v_head_dim": 6, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

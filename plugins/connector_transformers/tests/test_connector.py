@@ -53,17 +53,19 @@ def static(make: Callable[..., PreTrainedModel], rows: int = 1, room: int = 32, 
     data=st.data(),
     rows=st.integers(1, 3),
     heads=st.integers(1, 3),
-    head_size=st.integers(1, 5),
+    sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)) | st.integers(1, 5).map(lambda size: (size, size)),
     layers=st.integers(1, 3),
 )
 def test_read_then_write_is_the_identity(
-    data: st.DataObject, rows: int, heads: int, head_size: int, layers: int
+    data: st.DataObject, rows: int, heads: int, sizes: tuple[int, int], layers: int
 ) -> None:
-    what = connector(num_layers=layers, num_kv_heads=heads, head_size=head_size)
+    planes = 1 + (sizes[0] == sizes[1])
+    what = connector(num_layers=layers, num_kv_heads=heads, head_size=sum(sizes) // planes, kv_planes=planes)
     ends = sorted(data.draw(st.sets(st.integers(1, 40), min_size=1, max_size=6)))
     segments = [Segment(start, end, KEY) for start, end in zip([0, *ends], ends, strict=False)]
     tokens, row = ends[-1] + data.draw(st.integers(0, 3)), data.draw(st.integers(0, rows - 1))
-    source, target = (RestoredKV.allocate(what.spec, tokens, rows=rows) for _ in range(2))
+    source, target = (RestoredKV.allocate(what.spec, tokens, rows=rows, key_size=sizes[0]) for _ in range(2))
+    what.check({"cache": source, "row": row}, tokens)
     for number, tensor in enumerate((*source.keys, *source.values)):
         tensor.copy_(torch.arange(tensor.numel()).view_as(tensor) + 10_000 * number)
     for tensor in (*target.keys, *target.values):
@@ -205,6 +207,16 @@ def test_check_refuses_by_name(make: Callable[..., PreTrainedModel]) -> None:
     ):
         with pytest.raises(ValueError, match=problem):
             connector().check(where, 9)
+
+
+def test_one_plane_is_all_of_a_token() -> None:
+    cache = RestoredKV.allocate(spec(head_size=10, kv_planes=1), 9, key_size=6)
+    connector(head_size=10, kv_planes=1).check({"cache": cache}, 9)
+    with pytest.raises(ValueError, match=r"K of layer 0 has \(heads, head size\) \(2, 6\), not \(2, 7\)"):
+        connector(head_size=11, kv_planes=1).check({"cache": cache}, 9)
+    for size in (0, 10):
+        with pytest.raises(ValueError, match="key_size"):
+            RestoredKV.allocate(spec(head_size=10, kv_planes=1), 9, key_size=size)
 
 
 def test_offloading_caches_are_refused() -> None:

@@ -11,6 +11,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from kvloom import Engine
 from kvloom_connector_transformers import RestoredKV, set_length, spec_of
+from kvloom_connector_transformers.plain import plain_kv
 
 PREFIX = 64
 """Tokens that are restored: the four whole chunks of the prompt."""
@@ -41,7 +42,7 @@ def test_dynamic_cache(
     model = make(family, dtype=dtype)
     with Engine.open(config, spec_of(model)) as engine:
         engine.store(prompt[0], cache=fill(model, prompt))
-        restored = RestoredKV.allocate(engine.spec, PREFIX)
+        restored = RestoredKV.allocate(engine.spec, PREFIX, key_size=plain_kv(model).key_size)
         mask = engine.retrieve(prompt[0, :PREFIX], cache=restored)
         assert int(mask.count_nonzero()) == PREFIX
         warm = restored.install(model.config, PREFIX)

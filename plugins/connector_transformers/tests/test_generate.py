@@ -41,7 +41,7 @@ def split_run(model: PreTrainedModel, prompt: torch.Tensor, first: torch.Tensor,
     return first_logits(model, prompt, past_key_values=cache)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "bloom"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "bloom", "deepseek_v3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_second_call_starts_from_stored_kv_and_is_exact(
     make: Make, family: str, dtype: torch.dtype, config: dict[str, Any], prompt: torch.Tensor

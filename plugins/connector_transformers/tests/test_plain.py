@@ -20,19 +20,6 @@ LONGROPE = {
     "original_max_position_embeddings": 64,
     "factor": 4.0,
 }
-MLA = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 16,
-}
 GEMMA4 = {
     "head_dim": 8,
     "global_head_dim": 16,
@@ -71,7 +58,6 @@ GEMMA3N = {
         ("qwen3_next", QWEN3_NEXT, "layers 0-2: .*linear"),
         ("gemma4_text", GEMMA4, "layer 5: K and V are"),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "layers 0, 2: .*conv"),
-        ("deepseek_v3", MLA, "layers 0-2: K is .* and V is .*MLA"),
         ("rwkv", {"attention_hidden_size": 32}, "layers 0-2: nothing in a DynamicCache"),
         ("llama", {"rope_parameters": LONGROPE}, "rope type 'longrope'"),
         (
@@ -194,6 +180,7 @@ def test_plain_families_are_described(make: Callable[..., PreTrainedModel], fami
     seen = plain_kv(model)
     assert seen.num_layers == len(cache.layers) == 3
     for layer in cache.layers:
-        assert (1, seen.num_kv_heads, 2, seen.head_size) == tuple(layer.keys.shape)
+        assert (1, seen.num_kv_heads, 2, seen.key_size) == tuple(layer.keys.shape)
+        assert (1, seen.num_kv_heads, 2, seen.value_size) == tuple(layer.values.shape)
         assert seen.dtype == layer.keys.dtype == layer.values.dtype
     assert seen.devices == (torch.device("cpu"),) * 3

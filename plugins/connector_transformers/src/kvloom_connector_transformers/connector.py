@@ -1,7 +1,8 @@
 """`type: transformers`: the KV caches of Hugging Face transformers as KV_BLOB chunks.
 
 A cache keeps, for each layer, K and V of `[rows, kv_heads, tokens, head_size]`; a chunk is `[2, layers, tokens,
-kv_heads * head_size]`. Both ways it is one strided copy per layer and plane, nothing in between.
+kv_heads * head_size]`. Where K and V are of different sizes, it is `[1, layers, tokens, kv_heads * (key_size +
+value_size)]`. Both ways it is one strided copy per layer of K and of V, nothing in between.
 
 transformers takes over a second to import, and opening any engine loads this class. So transformers is only imported
 where there is a cache, which means that it is loaded already.
@@ -59,8 +60,11 @@ class TransformersConnector(GPUConnector):
     def _check_layer(self, number: int, pair: Pair) -> None:
         spec = self.spec
         assert spec is not None
-        for name, tensor in zip(("K", "V"), pair, strict=True):
-            shape, expected = (tensor.shape[1], tensor.shape[3]), (spec.num_kv_heads, spec.head_size)
+        # In one plane they share what the spec says; how, is the config's, and in the fingerprint.
+        value_size = spec.head_size if spec.kv_planes == 2 else pair[1].shape[3]
+        key_size = spec.head_size if spec.kv_planes == 2 else spec.head_size - value_size
+        for name, tensor, size in zip(("K", "V"), pair, (key_size, value_size), strict=True):
+            shape, expected = (tensor.shape[1], tensor.shape[3]), (spec.num_kv_heads, size)
             if shape != expected:
                 raise ValueError(f"cache: {name} of layer {number} has (heads, head size) {shape}, not {expected}")
             if tensor.dtype != spec.torch_dtype:
@@ -122,14 +126,16 @@ class TransformersConnector(GPUConnector):
         _finish([pair])
 
     def _pairs(self, planes: Planes, segments: Sequence[Segment], chunks: Sequence[Chunk], row: int) -> Any:
-        """Views of the cache and of the chunks that hold the same KV, `[kv_heads, tokens, head_size]`."""
+        """Views of the cache and of the chunks that hold the same KV, `[kv_heads, tokens, size]`."""
         assert self.spec is not None
         heads = (self.spec.num_kv_heads, self.spec.head_size)
         for segment, chunk in zip(segments, chunks, strict=True):
             split = chunk.tensor.unflatten(-1, heads).transpose(2, 3)
             for layer, pair in enumerate(planes):
-                for plane, tensor in enumerate(pair):
-                    yield tensor[row, :, segment.start : segment.end], split[plane, layer]
+                sizes = [tensor.shape[-1] for tensor in pair]
+                parts = split[:, layer] if len(split) == 2 else split[0, layer].split(sizes, dim=-1)
+                for tensor, part in zip(pair, parts, strict=True):
+                    yield tensor[row, :, segment.start : segment.end], part
 
 
 def _cache_of(where: Mapping[str, Any]) -> Any:

@@ -45,7 +45,9 @@ def describe(model: Any) -> tuple[KVSpec, PlainKV]:
         revision=", ".join(filter(None, (_revision(model, base, commit), kv.windows, _computed_by(base, kv)))),
         num_layers=kv.num_layers,
         num_kv_heads=kv.num_kv_heads,
-        head_size=kv.head_size,
+        # One plane has K and V of a token beside each other, for two planes are of one size.
+        head_size=kv.key_size if kv.key_size == kv.value_size else kv.key_size + kv.value_size,
+        kv_planes=2 if kv.key_size == kv.value_size else 1,
         dtype=str(kv.dtype).removeprefix("torch."),
         rope=_plain(getattr(text, "rope_parameters", None) or {}),
         adapters=at_work,

@@ -225,7 +225,9 @@ def _load(state: _State, engine: Engine, rows: torch.Tensor, salt: str | None, c
     found = time.perf_counter()
     if not hit:
         return _Start(empty_cache(config), lookup_seconds=found - began)
-    restored = RestoredKV.allocate(engine.spec, hit.tokens, rows=rows.shape[0], devices=state.kv.devices)
+    restored = RestoredKV.allocate(
+        engine.spec, hit.tokens, rows=rows.shape[0], devices=state.kv.devices, key_size=state.kv.key_size
+    )
     num_tokens = useful = min(hit.tokens, rows.shape[1] - 1)
     for row, tokens in enumerate(rows[:, : hit.tokens]):
         mask = engine.retrieve(tokens, salt=salt, cache=restored, row=row)

@@ -1,7 +1,8 @@
 """Recognises models that keep plain K and V, and describes their KV. Other models are refused by name.
 
-Plain means: every layer can keep K and V of every token, of one shape, and the KV of a token depends on the tokens up
-to it and on nothing else. Only then is a stored prefix the prefix of any prompt that starts with the same tokens.
+Plain means: every layer can keep K and V of every token, shaped as in all layers, and the KV of a token depends on the
+tokens up to it and on nothing else. Only then is a stored prefix the prefix of any prompt that starts with the same
+tokens.
 Layers with a window (sliding or chunked attention) are plain where transformers can record what leaves the window.
 """
 
@@ -33,7 +34,7 @@ _ROUNDING = 2.0**-8
 Random models leak 1e-2 and more where attention is bidirectional; rounding changes up to 5e-6 in float32.
 """
 _Planes = tuple[torch.Tensor, torch.Tensor]
-"""K and V of one layer, `[rows, kv_heads, tokens, head_size]`."""
+"""K `[rows, kv_heads, tokens, key_size]` and V `[rows, kv_heads, tokens, value_size]` of one layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,9 @@ class PlainKV:
 
     num_layers: int
     num_kv_heads: int
-    head_size: int
+    key_size: int
+    value_size: int
+    """Elements of a head of K, and of V: they differ with MLA, whose latents transformers does not keep."""
     dtype: torch.dtype
     devices: tuple[torch.device, ...]
     """The device of each layer."""
@@ -127,11 +130,12 @@ def _probe(model: PreTrainedModel) -> PlainKV:
         raise _refusal(model, "it does not use a DynamicCache")
     _refuse_layers(model, _odd_layers(planes))
     _refuse_leaks(model, planes, _planes(_run(model, _PROBE_TOKENS)))
-    keys = planes[0][0]
+    keys, values = planes[0]
     return PlainKV(
         num_layers=len(planes),
         num_kv_heads=keys.shape[1],
-        head_size=keys.shape[3],
+        key_size=keys.shape[3],
+        value_size=values.shape[3],
         dtype=keys.dtype,
         devices=tuple(keys.device for keys, _ in planes),
         windows=_windows(model.config.get_text_config(decoder=True), first),
@@ -177,15 +181,15 @@ def _planes(cache: DynamicCache) -> list[_Planes]:
 
 def _odd_layers(planes: Sequence[_Planes]) -> dict[int, str]:
     """Layer number -> how its K and V differ from each other or from those of layer 0, of those where they do."""
-    first = planes[0][0]
+    first = planes[0]
     odd = {}
     for number, (keys, values) in enumerate(planes):
-        if keys.shape != values.shape:
-            odd[number] = f"K is {_shape(keys)} and V is {_shape(values)} (MLA and the like)"
-        elif keys.shape != first.shape:
-            odd[number] = f"K and V are {_shape(keys)}, those of layer 0 {_shape(first)}"
-        elif {keys.dtype, values.dtype} != {first.dtype}:
-            odd[number] = f"K is {keys.dtype} and V is {values.dtype}, those of layer 0 {first.dtype}"
+        if keys.shape[:3] != values.shape[:3]:
+            odd[number] = f"K is {_shape(keys)} and V is {_shape(values)}"
+        elif (keys.shape, values.shape) != (first[0].shape, first[1].shape):
+            odd[number] = f"K and V are {_shapes((keys, values))}, those of layer 0 {_shapes(first)}"
+        elif {keys.dtype, values.dtype} != {first[0].dtype}:
+            odd[number] = f"K is {keys.dtype} and V is {values.dtype}, those of layer 0 {first[0].dtype}"
     return odd
 
 
@@ -194,7 +198,7 @@ def _refuse_leaks(model: PreTrainedModel, one: Sequence[_Planes], other: Sequenc
     tolerance = _ROUNDING if _rounds(model) else 0.0
     leaks, seen = [], False
     for number, (ours, theirs) in enumerate(zip(one, other, strict=True)):
-        change = torch.stack([(a.float() - b.float()).cpu() for a, b in zip(ours, theirs, strict=True)])
+        change = torch.cat([(a.float() - b.float()).cpu() for a, b in zip(ours, theirs, strict=True)], dim=-1)
         shared, last = float(change[..., :-1, :].norm()), float(change[..., -1:, :].norm())
         seen = seen or last > 0
         if not shared <= tolerance * last:  # NaN leaks too.
@@ -223,6 +227,11 @@ def _refusal(model: PreTrainedModel, reason: str) -> ValueError:
 
 def _shape(tensor: torch.Tensor) -> str:
     return f"{tensor.shape[1]} heads of {tensor.shape[3]}"
+
+
+def _shapes(planes: _Planes) -> str:
+    keys, values = map(_shape, planes)
+    return keys if keys == values else f"{keys} and {values}"
 
 
 def _numbers(numbers: Iterable[int]) -> str:

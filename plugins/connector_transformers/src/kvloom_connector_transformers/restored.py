@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RestoredKV:
-    """K and V of rows of equal length: `keys[layer]` and `values[layer]` are `[rows, kv_heads, tokens, head_size]`.
+    """K and V of rows of equal length: `keys[layer]` and `values[layer]` are `[rows, kv_heads, tokens, size]`.
 
     Pass it as `cache=` to `Engine.retrieve`, then call `install`.
     """
@@ -32,18 +32,25 @@ class RestoredKV:
 
     @classmethod
     def allocate(
-        cls, spec: KVSpec, num_tokens: int, *, rows: int = 1, devices: Sequence[torch.device | str] = ("cpu",)
-    ) -> RestoredKV:
-        """Uninitialised buffers. devices: of each layer, or one for all."""
-        assert spec.kv_planes == 2, "KV_BLOB of plain K and V has two planes"
-        shape = (rows, spec.num_kv_heads, num_tokens, spec.head_size)
+        cls, spec: KVSpec, num_tokens: int, *, rows: int = 1, devices: Sequence[torch.device | str] = ("cpu",),
+        key_size: int = 0,
+    ) -> RestoredKV:  # fmt: skip
+        """Uninitialised buffers. devices: of each layer, or one for all. key_size: elements of a head of K, where V has
+        another number; the spec has one plane then. Raises ValueError for what does not fit the spec."""
+        sizes = (spec.head_size, spec.head_size) if spec.kv_planes == 2 else (key_size, spec.head_size - key_size)
+        if min(sizes) < 1:
+            raise ValueError(f"key_size: {key_size} of the {spec.head_size} elements of a head of K and V")
         places = list(devices) * spec.num_layers if len(devices) == 1 else list(devices)
         if len(places) != spec.num_layers:
             raise ValueError(f"devices: {len(places)} for {spec.num_layers} layers")
-        return cls(
-            keys=[torch.empty(shape, dtype=spec.torch_dtype, device=place) for place in places],
-            values=[torch.empty(shape, dtype=spec.torch_dtype, device=place) for place in places],
+        keys, values = (
+            [
+                torch.empty((rows, spec.num_kv_heads, num_tokens, size), dtype=spec.torch_dtype, device=place)
+                for place in places
+            ]
+            for size in sizes
         )
+        return cls(keys, values)
 
     @property
     def num_tokens(self) -> int:

@@ -277,8 +277,8 @@ def check_cache_dtype(config: Any) -> None:
     model = str(config.model_config.dtype).removeprefix("torch.")
     if device == "cpu" and named in _FLOATS and named != model:
         raise ValueError(
-            f"kv_cache_dtype {named} on a processor: vLLM writes the model's {model} there, so that a block's KV is not "
-            "where the block is; use --kv-cache-dtype auto"
+            f"kv_cache_dtype {named} on a processor: vLLM writes the model's {model} there, so that a block's KV is "
+            "not where the block is; use --kv-cache-dtype auto"
         )
 
 

@@ -151,6 +151,8 @@ def _evaluate(
         spec = spec_of(model)
     except ValueError as error:
         raise KVLoomError(f"the model cannot be evaluated: {error}") from error
+    if spec.kv_planes != 2:
+        raise KVLoomError("the model cannot be evaluated: its K and V are of different sizes")
     about = {"weights": spec.revision.partition(", on ")[0], **_about(name, plan, plain=plain, dtype=dtype)}
     rows = Rows(place / _ROWS, about)
     blender: Blender | None = None

@@ -76,6 +76,10 @@ class Runner:
         self.model = transformers_model(model)
         if any(DynamicCache(config=self.model.config).is_sliding):
             raise ValueError(f"model: {type(self.model).__name__} has layers with a window, which are not blended")
+        if spec.kv_planes != 2:
+            raise ValueError(
+                f"model: {type(self.model).__name__} has K and V of different sizes, which are not blended"
+            )
         self.spec = spec
         self.rotations, seen = probed(model)
         check(seen, self.rotations)
