@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
@@ -11,12 +10,13 @@ import socket
 import sys
 import termios
 import threading
+import urllib.request
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from observe_support import busy, opened, own_sockets, path_of, port_of
+from observe_support import busy, dripping, opened, own_sockets, path_of, port_of
 from prometheus_client import parser
 from rich.console import Console
 from typer.testing import CliRunner
@@ -250,34 +250,30 @@ def test_without_a_terminal_no_key_is_waited_for() -> None:
         assert keyboard is None and not quits(keyboard, 0.0)
 
 
-@pytest.mark.parametrize("begun", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9000\r\n\r\n"], ids=["head", "body"])
+@pytest.mark.parametrize(
+    "begun",
+    [
+        b"",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 9000\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: /\r\n\r\n",
+    ],
+    ids=["head", "body", "no length", "redirection"],
+)
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_UNIX])
 def test_an_answer_that_comes_a_byte_at_a_time_has_an_end(
     monkeypatch: pytest.MonkeyPatch, short_path: Path, begun: bytes, family: socket.AddressFamily
 ) -> None:
     monkeypatch.setattr(ending, "MAX_SECONDS", 0.1)
-    over, read_to_its_end = threading.Event(), threading.Event()
-
-    def drip(listener: socket.socket) -> None:
-        client, _ = listener.accept()
-        with client, contextlib.suppress(OSError):
-            client.sendall(begun or b"HTTP/1.1 200 OK\r\nX: ")
-            for _ in range(2000):
-                if over.wait(0.01):
-                    return
-                client.sendall(b"#")
-            read_to_its_end.set()
-
     path = str(short_path / "slow.sock")
-    with socket.socket(family) as listener:
-        listener.bind(path if family == socket.AF_UNIX else ("127.0.0.1", 0))
-        listener.listen()
-        server = threading.Thread(target=drip, args=(listener,))
-        server.start()
-        place = path if family == socket.AF_UNIX else f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
-        with pytest.raises(OSError):
+    with dripping(begun or b"HTTP/1.1 200 OK\r\nX: ", path if family == socket.AF_UNIX else None) as port:
+        place = path if family == socket.AF_UNIX else f"http://127.0.0.1:{port}/metrics"
+        with pytest.raises((OSError, ValueError)):
             find(place).read(False)
-        over.set()
-        server.join()
-    assert not read_to_its_end.is_set()
     assert not [one for one in threading.enumerate() if isinstance(one, threading.Timer) and not one.finished.is_set()]
+
+
+def test_the_body_of_a_redirection_is_not_read() -> None:
+    request, body = urllib.request.Request("http://127.0.0.1/metrics"), io.BytesIO(b"long")
+    made = sources._Redirections().redirect_request(request, body, 302, "Found", {}, "http://127.0.0.1/other")
+    assert made is not None and made.full_url.endswith("/other") and body.closed

@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from kvloom import ConfigError, pip_install
 
@@ -53,6 +53,14 @@ class _Handler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
         return self._made.enter_context(contextlib.closing(kind(*place, **settings)))
 
 
+class _Redirections(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, request: urllib.request.Request, answer: IO[bytes], *about: Any) -> Any:
+        """Return the next request. Its predecessor's answer is closed: its body would be read, whatever its length."""
+        found = super().redirect_request(request, answer, *about)
+        answer.close()
+        return found
+
+
 def _answer(url: str) -> bytes:
     """Raises OSError or HTTPException, also where it is redirected to what is not HTTP."""
     with in_time(), contextlib.ExitStack() as made, _opener(made).open(url, timeout=5.0) as answer:
@@ -65,7 +73,7 @@ def _opener(made: contextlib.ExitStack) -> urllib.request.OpenerDirector:
     opener = urllib.request.OpenerDirector()
     for handler in (
         _Handler(made), urllib.request.ProxyHandler(), urllib.request.HTTPErrorProcessor(),
-        urllib.request.HTTPDefaultErrorHandler(), urllib.request.HTTPRedirectHandler(), urllib.request.UnknownHandler(),
+        urllib.request.HTTPDefaultErrorHandler(), _Redirections(), urllib.request.UnknownHandler(),
     ):  # fmt: skip
         opener.add_handler(handler)
     return opener
