@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import pty
@@ -13,6 +14,7 @@ import threading
 import urllib.request
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -228,10 +230,32 @@ def test_metrics_of_others_are_not_parsed(monkeypatch: pytest.MonkeyPatch) -> No
     mine = '# TYPE kvloom_requests counter\nkvloom_requests_total{engine="e"} 1\n'
     parsed: list[str] = []
     monkeypatch.setattr(sources, "_answer", lambda url: f"a 1\n{mine}# TYPE b counter\nkvloom_requests_of 1\n".encode())
-    monkeypatch.setattr(parser, "text_string_to_metric_families", lambda text: parsed.append(text) or [])
+    monkeypatch.setattr(parser, "text_fd_to_metric_families", lambda lines: parsed.extend(lines) or [])
     with pytest.raises(ValueError, match="no metrics of kvloom"):
         sources.scrape("http://127.0.0.1/metrics")
-    assert parsed == [mine]
+    assert parsed == mine.splitlines()
+
+
+def test_metrics_are_bounded_in_length_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = b'kvloom_requests_total{engine="%s"} 1\n'
+    monkeypatch.setattr(sources, "_answer", lambda url: line % (rb"\"" * (1 << 13)))
+    with pytest.raises(ValueError, match="no metrics of Prometheus"):
+        sources.scrape("http://127.0.0.1/metrics")
+    passed = itertools.count()
+    monkeypatch.setattr(sources, "time", SimpleNamespace(monotonic=lambda: float(next(passed))))
+    monkeypatch.setattr(sources, "_answer", lambda url: line % b"e" * 100)
+    with pytest.raises(OSError, match="metrics: its metrics take more than 10 seconds"):
+        sources.scrape("http://127.0.0.1/metrics")
+    assert next(passed) < 15, "nothing is parsed after that"
+
+
+def test_a_number_beyond_all_is_no_metric_of_kvloom(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = b'kvloom_engine_info{engine="e",model="m",fingerprint="f",version="1"} 1\n'
+    count = b"# TYPE kvloom_requested_tokens_total counter\n"
+    count += b'kvloom_requested_tokens_total{engine="e",verb="load"} 1%s\n' % (b"0" * 400)
+    monkeypatch.setattr(sources, "_answer", lambda url: info + count)
+    with pytest.raises(ValueError, match="no metrics of kvloom"):
+        sources.scrape("http://127.0.0.1/metrics")
 
 
 def test_ctrl_c_ends_it_quietly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
