@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +68,31 @@ def port_of(engine: Engine) -> int:
     """The port of the engine's metrics."""
     (observer,) = [one for one in engine._events._observers if one.type == "prometheus"]
     return int(observer.port)
+
+
+@contextlib.contextmanager
+def dripping(begun: bytes, path: str | None = None) -> Iterator[int | str]:
+    """A server that answers with `begun` and then a byte at a time, at a socket or a port. Nobody reads it all."""
+    over, read_to_its_end = threading.Event(), threading.Event()
+
+    def drip() -> None:
+        client, _ = listener.accept()
+        with client, contextlib.suppress(OSError):
+            client.sendall(begun)
+            for _ in range(2000):
+                if over.wait(0.01):
+                    return
+                client.sendall(b"#")
+            read_to_its_end.set()
+
+    with socket.socket(socket.AF_INET if path is None else socket.AF_UNIX) as listener:
+        listener.bind(path or ("127.0.0.1", 0))
+        listener.listen()
+        server = threading.Thread(target=drip)
+        server.start()
+        try:
+            yield path or listener.getsockname()[1]
+        finally:
+            over.set()
+            server.join()
+    assert not read_to_its_end.is_set()

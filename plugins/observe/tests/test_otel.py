@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observe_support import kv_of, opened, settled, tokens_of
+import requests
+from observe_support import dripping, kv_of, opened, settled, tokens_of
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -22,7 +23,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from kvloom import ConfigError
 from kvloom_observe import otel
 from kvloom_observe.otel import OpenTelemetryObserver
-from kvloom_observe.otlp import exporter
+from kvloom_observe.otlp import _Session, exporter
 from kvloom_testkit.faults import refusing_port
 
 
@@ -153,6 +154,11 @@ def test_a_collector_that_is_not_there_keeps_nobody(tmp_path: Path) -> None:
         engine.store(tokens_of(8), kv=kv_of(8))
         assert engine.retrieve(tokens_of(8), kv=kv_of(8)).all()
     assert not [thread for thread in set(threading.enumerate()) - before if "pages" not in thread.name]
+
+
+def test_a_redirection_that_comes_a_byte_at_a_time_has_an_end() -> None:
+    with dripping(b"HTTP/1.1 302 Found\r\nLocation: /\r\n\r\n") as port, pytest.raises(requests.RequestException):
+        _Session(0.1).post(f"http://127.0.0.1:{port}/v1/traces", data=b"", timeout=0.3)
 
 
 @pytest.mark.parametrize("endpoint", ["nonsense", "collector:4318", "http://collector:4318", "http:///v1/traces", ""])

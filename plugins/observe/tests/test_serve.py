@@ -26,6 +26,7 @@ from kvloom_observe.http_messages import Request, RequestError, Response
 from kvloom_observe.http_server import listening
 from kvloom_observe.serve import questions as questions_module
 from kvloom_observe.serve import server
+from kvloom_observe.serve.daemon_threads import DaemonThreads
 from kvloom_observe.serve.questions import Questions
 from kvloom_observe.serve.server import Page
 from kvloom_observe.sources import Source, find
@@ -165,16 +166,50 @@ def test_one_process_at_a_time_answers_and_ends_with_the_page(monkeypatch: pytes
     command = [sys.executable, "-Sc", "import sys; print(1); print(2, file=sys.stderr); sys.exit(3)"]
     assert questions._run(command, NO_FILES) == (3, "1\n", "2\n")
     later = [questions.ask(b'{"tokens": [1]}', lambda *said: Response(said[0])) for _ in range(2)]
-    assert {one.executor for one in later} == {questions._executor} and questions._executor._max_workers == 1
+    assert {(one.executor, one.threads) for one in later} == {(questions._executor, 1)}
     hangs = [sys.executable, "-Sc", "import time; print(flush=True); time.sleep(60)"]
     running = questions._executor.submit(questions._run, hangs, NO_FILES)
     while questions._running is None:
         time.sleep(0.001)
     questions.close()
-    assert running.result(0)[0] == -signal.SIGKILL
+    assert running.result(60)[0] == -signal.SIGKILL
+    assert questions._run(hangs, NO_FILES)[0] == -signal.SIGKILL, "it was started while the page was closed"
     monkeypatch.setattr(questions_module, "_SECONDS", 0.0)
     with pytest.raises(subprocess.TimeoutExpired):
         questions._run(hangs, NO_FILES)
+
+
+def test_a_source_that_hangs_keeps_neither_the_page_nor_the_process() -> None:
+    asked, over = threading.Event(), threading.Event()
+    threads: list[threading.Thread] = []
+
+    def read(series: bool) -> dict[str, Any]:
+        threads.append(threading.current_thread())
+        asked.set()
+        over.wait(60)
+        raise OSError("gone")
+
+    page = Page(Source("mine", read), "127.0.0.1", 0, config=None, spec=None)
+    serving = threading.Thread(target=page.run)
+    serving.start()
+    connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=60)
+    connection.request("GET", "/snapshot.json")
+    assert asked.wait(60)
+    page.stop()
+    serving.join()
+    page.close()
+    assert threads[0].is_alive() and threads[0].daemon
+    over.set()
+    connection.close()
+    threads[0].join()
+
+
+def test_without_a_thread_the_error_is_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    assert isinstance(DaemonThreads("x").submit(print).exception(0), RuntimeError)
 
 
 def test_an_engine_that_goes_away_is_said(tmp_path: Path, short_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
+import itertools
 import json
 import os
 import pty
@@ -11,12 +11,14 @@ import socket
 import sys
 import termios
 import threading
+import urllib.request
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from observe_support import busy, opened, own_sockets, path_of, port_of
+from observe_support import busy, dripping, opened, own_sockets, path_of, port_of
 from prometheus_client import parser
 from rich.console import Console
 from typer.testing import CliRunner
@@ -228,10 +230,32 @@ def test_metrics_of_others_are_not_parsed(monkeypatch: pytest.MonkeyPatch) -> No
     mine = '# TYPE kvloom_requests counter\nkvloom_requests_total{engine="e"} 1\n'
     parsed: list[str] = []
     monkeypatch.setattr(sources, "_answer", lambda url: f"a 1\n{mine}# TYPE b counter\nkvloom_requests_of 1\n".encode())
-    monkeypatch.setattr(parser, "text_string_to_metric_families", lambda text: parsed.append(text) or [])
+    monkeypatch.setattr(parser, "text_fd_to_metric_families", lambda lines: parsed.extend(lines) or [])
     with pytest.raises(ValueError, match="no metrics of kvloom"):
         sources.scrape("http://127.0.0.1/metrics")
-    assert parsed == [mine]
+    assert parsed == mine.splitlines()
+
+
+def test_metrics_are_bounded_in_length_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = b'kvloom_requests_total{engine="%s"} 1\n'
+    monkeypatch.setattr(sources, "_answer", lambda url: line % (rb"\"" * (1 << 13)))
+    with pytest.raises(ValueError, match="no metrics of Prometheus"):
+        sources.scrape("http://127.0.0.1/metrics")
+    passed = itertools.count()
+    monkeypatch.setattr(sources, "time", SimpleNamespace(monotonic=lambda: float(next(passed))))
+    monkeypatch.setattr(sources, "_answer", lambda url: line % b"e" * 100)
+    with pytest.raises(OSError, match="metrics: its metrics take more than 10 seconds"):
+        sources.scrape("http://127.0.0.1/metrics")
+    assert next(passed) < 15, "nothing is parsed after that"
+
+
+def test_a_number_beyond_all_is_no_metric_of_kvloom(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = b'kvloom_engine_info{engine="e",model="m",fingerprint="f",version="1"} 1\n'
+    count = b"# TYPE kvloom_requested_tokens_total counter\n"
+    count += b'kvloom_requested_tokens_total{engine="e",verb="load"} 1%s\n' % (b"0" * 400)
+    monkeypatch.setattr(sources, "_answer", lambda url: info + count)
+    with pytest.raises(ValueError, match="no metrics of kvloom"):
+        sources.scrape("http://127.0.0.1/metrics")
 
 
 def test_ctrl_c_ends_it_quietly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,34 +274,30 @@ def test_without_a_terminal_no_key_is_waited_for() -> None:
         assert keyboard is None and not quits(keyboard, 0.0)
 
 
-@pytest.mark.parametrize("begun", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9000\r\n\r\n"], ids=["head", "body"])
+@pytest.mark.parametrize(
+    "begun",
+    [
+        b"",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 9000\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: /\r\n\r\n",
+    ],
+    ids=["head", "body", "no length", "redirection"],
+)
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_UNIX])
 def test_an_answer_that_comes_a_byte_at_a_time_has_an_end(
     monkeypatch: pytest.MonkeyPatch, short_path: Path, begun: bytes, family: socket.AddressFamily
 ) -> None:
     monkeypatch.setattr(ending, "MAX_SECONDS", 0.1)
-    over, read_to_its_end = threading.Event(), threading.Event()
-
-    def drip(listener: socket.socket) -> None:
-        client, _ = listener.accept()
-        with client, contextlib.suppress(OSError):
-            client.sendall(begun or b"HTTP/1.1 200 OK\r\nX: ")
-            for _ in range(2000):
-                if over.wait(0.01):
-                    return
-                client.sendall(b"#")
-            read_to_its_end.set()
-
     path = str(short_path / "slow.sock")
-    with socket.socket(family) as listener:
-        listener.bind(path if family == socket.AF_UNIX else ("127.0.0.1", 0))
-        listener.listen()
-        server = threading.Thread(target=drip, args=(listener,))
-        server.start()
-        place = path if family == socket.AF_UNIX else f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
-        with pytest.raises(OSError):
+    with dripping(begun or b"HTTP/1.1 200 OK\r\nX: ", path if family == socket.AF_UNIX else None) as port:
+        place = path if family == socket.AF_UNIX else f"http://127.0.0.1:{port}/metrics"
+        with pytest.raises((OSError, ValueError)):
             find(place).read(False)
-        over.set()
-        server.join()
-    assert not read_to_its_end.is_set()
     assert not [one for one in threading.enumerate() if isinstance(one, threading.Timer) and not one.finished.is_set()]
+
+
+def test_the_body_of_a_redirection_is_not_read() -> None:
+    request, body = urllib.request.Request("http://127.0.0.1/metrics"), io.BytesIO(b"long")
+    made = sources._Redirections().redirect_request(request, body, 302, "Found", {}, "http://127.0.0.1/other")
+    assert made is not None and made.full_url.endswith("/other") and body.closed

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import tracemalloc
+from array import array
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,28 @@ def test_it_is_not_read_for_ever() -> None:
     replay = Replay(Tree(Rules(16, 4, 4), 1 << 20), go_on=lambda: False)
     with pytest.raises(DamagedError, match="too long"):
         replay.apply(record([ROOT])[12:])
+
+
+def test_time_is_looked_at_after_each_change() -> None:
+    tree = Tree(Rules(16, 4, 4), 1 << 20)
+    replay = Replay(tree, go_on=lambda: len(tree) < 2)
+    with pytest.raises(DamagedError, match="too long"):
+        replay.apply(record([ROOT, BRANCH, LEAF])[12:])
+    assert len(tree) == 2
+
+
+def test_a_cut_is_not_compared_with_all_of_its_node() -> None:
+    class Ends(array):  # type: ignore[type-arg]
+        def __contains__(self, end: object) -> bool:
+            raise AssertionError("there may be millions")
+
+    tree = crafted(ROOT, Leaf(2, 1, packed((4, 8)), packed((0, 4)), edge(1, length=16)))
+    node = tree.nodes()[-1]
+    node.ends = Ends("i", node.ends)
+    with pytest.raises(ValueError, match="not a cut"):
+        tree.add_cut(node, 4, 8)
+    tree.add_cut(node, 8, 12)
+    assert list(node.ends) == [4, 8, 12]
 
 
 @pytest.mark.parametrize(

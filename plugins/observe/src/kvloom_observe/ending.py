@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 MAX_SECONDS = 10.0
 """For an answer."""
@@ -26,6 +27,14 @@ class Ending:
         self._timer = threading.Timer(self.most_seconds or MAX_SECONDS, _shut, [self.sock])
         self._timer.daemon = True
         self._timer.start()
+
+    def getresponse(self, *args: Any, **settings: Any) -> Any:
+        """Return the answer. The time for its body goes on, and ends when the caller closes the connection."""
+        timer, self._timer = self._timer, None  # this calls `close` where a body without a length is still to be read
+        try:
+            return super().getresponse(*args, **settings)  # type: ignore[misc]
+        finally:
+            self._timer = timer
 
     def close(self) -> None:
         timer, self._timer = self._timer, None

@@ -7,24 +7,28 @@ import http.client
 import math
 import os
 import re
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from kvloom import ConfigError, pip_install
 
+from . import ending
 from .ending import Ending, in_time
 from .live import sockets
 from .prometheus.metrics import METRICS
 
 _MAX_METRICS_BYTES = 16 << 20
 """Many times as much as an endpoint of many engines has."""
+_MAX_LINE_CHARS = 16 << 10
+"""Many times as much as a line of kvloom's metrics has. The time to parse one grows with the square of its length."""
 
 _LINE = re.compile(r"^(?:# (?:HELP|TYPE) )?([A-Za-z0-9_:]+).*$", re.MULTILINE)
-_ENDINGS = ("", "_total", "_created", "_bucket", "_count", "_sum")
+_SUFFIXES = ("", "_total", "_created", "_bucket", "_count", "_sum")
 
 Read = Callable[[bool], dict[str, Any]]
 """Gives a snapshot, with columns to plot or without. Raises OSError or ValueError that names the place."""
@@ -53,6 +57,14 @@ class _Handler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
         return self._made.enter_context(contextlib.closing(kind(*place, **settings)))
 
 
+class _Redirections(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, request: urllib.request.Request, answer: IO[bytes], *about: Any) -> Any:
+        """Return the next request. Its predecessor's answer is closed: its body would be read, whatever its length."""
+        found = super().redirect_request(request, answer, *about)
+        answer.close()
+        return found
+
+
 def _answer(url: str) -> bytes:
     """Raises OSError or HTTPException, also where it is redirected to what is not HTTP."""
     with in_time(), contextlib.ExitStack() as made, _opener(made).open(url, timeout=5.0) as answer:
@@ -65,7 +77,7 @@ def _opener(made: contextlib.ExitStack) -> urllib.request.OpenerDirector:
     opener = urllib.request.OpenerDirector()
     for handler in (
         _Handler(made), urllib.request.ProxyHandler(), urllib.request.HTTPErrorProcessor(),
-        urllib.request.HTTPDefaultErrorHandler(), urllib.request.HTTPRedirectHandler(), urllib.request.UnknownHandler(),
+        urllib.request.HTTPDefaultErrorHandler(), _Redirections(), urllib.request.UnknownHandler(),
     ):  # fmt: skip
         opener.add_handler(handler)
     return opener
@@ -123,10 +135,11 @@ def scrape(url: str) -> dict[str, Any]:
     """A snapshot made from metrics; values that they lack are empty. Raises OSError, or ValueError for
     other metrics."""
     try:
-        from prometheus_client.parser import text_string_to_metric_families
+        from prometheus_client.parser import text_fd_to_metric_families
     except ImportError:
         remedy = pip_install("kvloom-observe", "prometheus")
         raise ConfigError("ENGINE", f"a URL needs prometheus-client: {remedy}") from None
+    until = time.monotonic() + ending.MAX_SECONDS
     try:
         text = _answer(url).decode()
     except urllib.error.HTTPError as error:
@@ -141,19 +154,30 @@ def scrape(url: str) -> dict[str, Any]:
     except ValueError:
         raise ValueError(f"{url}: not a URL that can be fetched; check it") from None
     try:
-        families = {family.name: family for family in text_string_to_metric_families(_of_kvloom(text))}
+        families = {family.name: family for family in text_fd_to_metric_families(_of_kvloom(text, until))}
+    except TimeoutError as error:
+        raise OSError(f"{url}: {error}") from None
     except (ValueError, IndexError):  # the latter comes of an end where the parser looks for a name
         raise ValueError(f"{url}: no metrics of Prometheus") from None
     try:
         return _snapshot(families)
-    except (KeyError, IndexError):  # a metric or a label is lacking
+    except (KeyError, IndexError, OverflowError):  # a metric or a label is lacking, or a number is beyond all
         raise ValueError(f"{url}: no metrics of kvloom") from None
 
 
-def _of_kvloom(text: str) -> str:
-    """The lines of kvloom's own metrics. Parsed, a metric takes many times its length, and there may be any number."""
-    known = {metric.name + ending for metric in METRICS for ending in _ENDINGS}
-    return "".join(f"{line[0]}\n" for line in _LINE.finditer(text) if line[1] in known)
+def _of_kvloom(text: str, until: float) -> Iterator[str]:
+    """The lines of kvloom's own metrics. Parsed, a metric takes many times its length, and there may be any number.
+
+    Raises ValueError at a line that is too long, and TimeoutError once `until`, in monotonic seconds, has passed.
+    """
+    known = {metric.name + suffix for metric in METRICS for suffix in _SUFFIXES}
+    for line in _LINE.finditer(text):
+        if time.monotonic() >= until:
+            raise TimeoutError(f"its metrics take more than {ending.MAX_SECONDS:g} seconds")
+        if line[1] in known:
+            if len(line[0]) > _MAX_LINE_CHARS:
+                raise ValueError("a line that is too long")
+            yield line[0]
 
 
 def _snapshot(families: dict[str, Any]) -> dict[str, Any]:

@@ -24,8 +24,7 @@ _SPLIT = struct.Struct("<cQQI")
 _CUT = struct.Struct("<cQII")
 _LEAF = struct.Struct("<cQQII")
 _FORGET = struct.Struct("<cQ")
-_LOOK_EVERY = 256
-"""Number of changes after which the excess is forgotten."""
+_SLACK_NODES = 256
 _SLACK_BYTES = 64 << 10
 
 
@@ -73,7 +72,7 @@ class Replay:
     """Does changes again. One that makes no sense in this tree, because it knows less, is left out."""
 
     def __init__(self, tree: Tree, *, go_on: Callable[[], bool] = lambda: True) -> None:
-        """go_on: asked now and then; once it says no, DamagedError is raised."""
+        """go_on: asked after each change; once it says no, DamagedError is raised."""
         self._tree = tree
         self._go_on = go_on
         self._nodes: dict[int, Node] = {}
@@ -81,12 +80,11 @@ class Replay:
     def apply(self, payload: bytes, *, oldest_last: bool = False) -> None:
         """Raises DamagedError if it is not a payload. oldest_last: each new node was used before those there are."""
         try:
-            for number, change in enumerate(_unpacked(payload)):
+            for change in _unpacked(payload):
                 if oldest_last and not isinstance(change, Root | Leaf):
                     raise DamagedError("a change of what was there before")
                 self._apply(change, oldest_last)
-                if number % _LOOK_EVERY == _LOOK_EVERY - 1:
-                    self._look(2 * self._tree.memory_bytes + _SLACK_BYTES)
+                self._look(2 * self._tree.memory_bytes + _SLACK_BYTES)  # each: one may be of any size
         except (struct.error, IndexError, UnicodeError) as error:
             raise DamagedError("a record that is none") from error
         self._look(self._tree.memory_bytes)
@@ -96,7 +94,7 @@ class Replay:
         last what it has forgotten."""
         if self._tree.nbytes > most_bytes:
             self._tree.shrink()
-        if len(self._nodes) > 2 * len(self._tree) + _LOOK_EVERY:
+        if len(self._nodes) > 2 * len(self._tree) + _SLACK_NODES:
             self._nodes = {id: node for id, node in self._nodes.items() if node in self._tree}
         if not self._go_on():
             raise DamagedError("what takes too long to read")

@@ -283,7 +283,8 @@ class Tree:
     def add_cut(self, node: Node, start: int, end: int) -> None:
         """Raises ValueError if no segment can end there."""
         inside = 0 <= start < end and node.start < end <= node.end
-        if not inside or not self.rules.allow(start, end) or end in node.ends:
+        place = bisect_left(node.ends, end)
+        if not inside or not self.rules.allow(start, end) or end in node.ends[place : place + 1]:
             raise ValueError("not a cut of this node")
         node.add_cut(start, end)
         self.nbytes += CUT_BYTES

@@ -7,13 +7,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from ..http_messages import RequestError, Response
 from ..http_server import Later
+from .daemon_threads import DaemonThreads
 
 _SECONDS = 60
 """For one answer."""
@@ -30,8 +30,9 @@ class Questions:
 
     def __init__(self, config: Path, spec: Path) -> None:
         self._config, self._spec = config, spec
-        self._executor = ThreadPoolExecutor(1, "kvloom-why")
+        self._executor = DaemonThreads("kvloom-why")
         self._running: subprocess.Popen[str] | None = None
+        self._closed = False
 
     def ask(self, body: bytes, answered: Answered) -> Later:
         """body: JSON. answered: makes the answer of a status and its content. Raises RequestError."""
@@ -39,10 +40,10 @@ class Questions:
         return Later(self._executor, partial(self._looked, tokens, salts, answered), _MAX_WAITING)
 
     def close(self) -> None:
-        """Stop: the answers are not waited for any more."""
-        if self._running is not None:
-            self._running.kill()
-        self._executor.shutdown(cancel_futures=True)
+        """End the process that answers. It is not waited for."""
+        self._closed = True
+        if (running := self._running) is not None:
+            running.kill()
 
     def _looked(self, tokens: list[int], salts: list[str], answered: Answered) -> Response:
         # In files without a name, which go with this process, and not in the command, which other users see.
@@ -67,6 +68,8 @@ class Questions:
         none, pipe = subprocess.DEVNULL, subprocess.PIPE
         with subprocess.Popen(command, stdin=none, stdout=pipe, stderr=pipe, text=True, pass_fds=files) as child:
             self._running = child
+            if self._closed:  # while it was started
+                child.kill()
             try:
                 out, err = child.communicate(timeout=_SECONDS)
             except subprocess.TimeoutExpired:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import json
-from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from urllib.parse import urlsplit
 from ..http_messages import Request, RequestError, Response
 from ..http_server import HTTPServer, Later, Limits, listening
 from ..sources import Source
+from .daemon_threads import DaemonThreads
 from .questions import Questions
 
 _STATIC = {
@@ -43,7 +43,7 @@ class Page:
         """Raises OSError if the address cannot be had."""
         self._source = source
         self._questions = None if config is None or spec is None else Questions(config, spec)
-        self._readers = ThreadPoolExecutor(_READERS, "kvloom-serve")
+        self._readers = DaemonThreads("kvloom-serve")
         self._names = {_name(host)}
         if _is_loopback(host):
             self._names |= {"localhost", "127.0.0.1", "::1"}
@@ -55,8 +55,8 @@ class Page:
         self._server.run()
 
     def close(self) -> None:
+        """Stop. Answers that are being made are not waited for."""
         self._server.close()
-        self._readers.shutdown(cancel_futures=True)
         if self._questions is not None:
             self._questions.close()
 
