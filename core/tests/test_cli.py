@@ -219,6 +219,12 @@ def test_config_show_is_the_whole_configuration_and_can_be_read_back(
     assert run("config", "show", config) == shown
 
 
+def test_config_show_prints_sizes_that_have_no_unit(run: Run, config: Path) -> None:
+    config.write_text("tiers: [{type: drawer, capacity: 100_000_001, quota: {a: 1000001}}]\n")
+    tier = yaml.safe_load(run("config", "show", config))["tiers"][0]
+    assert (tier["capacity"], tier["quota"]) == (100_000_001, {"a": 1000001})
+
+
 def test_config_show_keeps_what_was_interpolated_to_itself(
     run: Run, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
