@@ -275,7 +275,7 @@ def test_brackets_in_the_name_of_a_recording_are_letters(tmp_path: Path, monkeyp
     (tmp_path / "a[1].7.jsonl").touch()
     said: list[str] = []
     monkeypatch.setattr(trace_verb.output, "say", lambda text, **_: said.append(text))
-    trace_verb._say_recorded(tmp_path / "a[1].jsonl")
+    trace_verb._say_recorded(tmp_path / "a[1].jsonl", (), 1000)
     assert said == [f"{tmp_path / 'a[1].7.jsonl'}: 0 calls (none)"]
 
 
