@@ -128,10 +128,12 @@ def _record(file: Path, command: Sequence[str], max_bytes: str) -> int:
         child = subprocess.Popen(command, env=environment)
     except OSError as error:
         raise ConfigError("COMMAND", f"{command[0]!r} cannot be run: {error.strerror}") from None
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    passed_on = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *passed_on)}
     try:
-        for number in before:  # a terminal sends the first to both; the child decides
-            signal.signal(number, lambda number, _: child.send_signal(number) if number == signal.SIGTERM else None)
+        for number, handler in before.items():  # a terminal sends the first to both; the child decides
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, lambda number, _: child.send_signal(number) if number in passed_on else None)
         status = child.wait()
     finally:
         for number, handler in before.items():
