@@ -137,26 +137,30 @@ def test_an_interrupt_while_the_verbs_are_imported_is_no_traceback(run: Run, mon
 
 
 @pytest.mark.parametrize("handled", [signal.SIG_DFL, signal.SIG_IGN], ids=["default", "ignored"])
-def test_a_verb_that_is_terminated_tidies_up(monkeypatch: pytest.MonkeyPatch, handled: signal.Handlers) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=str)
+def test_a_verb_that_is_terminated_tidies_up(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals, handled: signal.Handlers
+) -> None:
     tidied = []
 
     def verb() -> None:
         try:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
         finally:
+            signal.raise_signal(number)
             tidied.append(True)
 
     monkeypatch.setattr("kvloom.cli.main.app", lambda name: verb)
-    before = signal.signal(signal.SIGTERM, handled)
+    before = signal.signal(number, handled)
     try:
         if handled is signal.SIG_IGN:
             main()
         else:
             with pytest.raises(SystemExit) as left:
                 main()
-            assert left.value.code == 143
+            assert left.value.code == 128 + number
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
     assert tidied
 
 
@@ -217,6 +221,12 @@ def test_config_show_is_the_whole_configuration_and_can_be_read_back(
     monkeypatch.delenv("KVLOOM_TIERS__1__DEADLINE")
     config.write_text(shown)
     assert run("config", "show", config) == shown
+
+
+def test_config_show_prints_sizes_that_have_no_unit(run: Run, config: Path) -> None:
+    config.write_text("tiers: [{type: drawer, capacity: 100_000_001, quota: {a: 1000001}}]\n")
+    tier = yaml.safe_load(run("config", "show", config))["tiers"][0]
+    assert (tier["capacity"], tier["quota"]) == (100_000_001, {"a": 1000001})
 
 
 def test_config_show_keeps_what_was_interpolated_to_itself(

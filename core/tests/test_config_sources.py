@@ -81,6 +81,8 @@ def test_a_key_given_twice_is_refused(write: Any, text: str, problem: list[str])
         ('salt: a\ntiers: [{type: disk, path: "\\uDCFF"}]\n', "line 2: half of a surrogate pair"),
         ('"\\uD800": 1\n', "line 1: half of a surrogate pair"),
         (f"salt: a\nchunk_tokens: 0x{'1' * 4000}\n", "line 2: a number of 4002 digits"),
+        ("salt: a\nchunk_tokens: 1:1:1\n", "line 2: YAML takes digits with a colon as a number in base 60"),
+        ("tiers: [{type: memory, capacity: 1:2.5}]\n", "line 1: YAML takes digits with a colon"),
     ],
 )
 def test_a_file_that_is_no_configuration_names_the_file(write: Any, text: str, problem: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,8 +16,9 @@ from kvloom_eval.scores.rows import Rows, check
 ABOUT = {"model": "small", "seed": 0}
 
 
-def row(number: int, by: str = "exact") -> dict[str, object]:
-    return {"item": f"needle/512/{number}", "by": by, "right": [number]}
+def row(number: int, by: str = "exact", **other: object) -> dict[str, object]:
+    answers = {"right": [1], "exact": [0], "probability": [0.5], "nll": [0.5], "kl": [0.0], "chance": 0.5}
+    return {"item": f"needle/512/{number}", "by": by, **answers, **other}
 
 
 def test_rows_come_back(tmp_path: Path) -> None:
@@ -35,6 +38,58 @@ def test_a_row_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
     assert len(again) == 1
     again.add([row(2)])
     assert len(Rows(file, ABOUT)) == 2
+
+
+def test_of_rows_with_other_ends_of_lines_only_the_one_that_was_cut_off_goes(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    Rows(file, ABOUT).add([row(number) for number in range(20)])
+    whole = file.read_bytes().replace(b"\n", b"\r\n")
+    file.write_bytes(whole + b'{"item": "nee')
+    assert len(Rows(file, ABOUT)) == 20
+    assert file.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "value", ["x", None, [], ["x"], [[]], [None], [1, 1], [-1e13], [float("inf")], -1, float("inf"), 2e12]
+)
+@pytest.mark.parametrize("name", ["right", "exact", "nll", "kl", "chance", "bits", "tokens"])
+def test_what_is_no_number_in_a_row_is_refused(name: str, value: object, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    Rows(file, ABOUT).add([row(1, **{name: value})])
+    with pytest.raises(KVLoomError, match="no file of rows"):
+        check(file, ABOUT)
+
+
+def test_rows_have_all_that_results_need(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    text = {"item": "text/512/1", "by": "exact", "nll": 1.5, "kl": 0.0, "same": 1.0}
+    for whole, names in ((row(1), ("right", "kl", "chance")), (text, text)):
+        file.unlink(missing_ok=True)
+        Rows(file, ABOUT).add([whole])
+        check(file, ABOUT)
+        for name in names:
+            file.unlink()
+            Rows(file, ABOUT)
+            file.write_text(
+                file.read_text() + json.dumps({key: each for key, each in whole.items() if key != name}) + "\n"
+            )
+            with pytest.raises(KVLoomError, match="no file of rows"):
+                check(file, ABOUT)
+
+
+def test_rows_of_a_model_that_gives_no_number_come_back(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    Rows(file, ABOUT).add([row(1, nll=[float("nan")], kl=[float("nan")])])
+    assert len(Rows(file, ABOUT)) == 1
+
+
+def test_a_file_with_a_hole_is_no_file_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvloom_eval.scores.rows._MOST_BYTES", 1 << 20)
+    file = tmp_path / "rows.jsonl"
+    Rows(file, ABOUT)
+    os.truncate(file, 1 << 40)
+    with pytest.raises(KVLoomError, match="no file of rows"):
+        Rows(file, ABOUT)
 
 
 def test_a_disk_that_is_full_again_costs_no_row(

@@ -9,6 +9,7 @@ import socket
 import stat
 import threading
 import time
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvloom import ConfigError, Registry, native
+from kvloom import ConfigError, Registry, inspection, native
 from kvloom.cli.main import app
+from kvloom_tools import stores
 from kvloom_tools.checkup import installed, machine, parts, tiers
 from kvloom_tools.checkup.finding import Finding
 
@@ -52,6 +54,31 @@ def test_a_table_for_people() -> None:
     said = CliRunner().invoke(app(), ["doctor"])
     assert said.exit_code == 0 and said.stdout.splitlines()[-1].endswith(" 0 problems")
     assert "  ok       builtin: " in said.stdout
+
+
+def test_a_directory_for_a_try_is_removed_whenever_one_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = written(tmp_path, f"{{type: disk, path: {tmp_path}/kv/store}}")
+    monkeypatch.setattr(stores, "_PAUSES", (0.0, 0.0))
+    removals = []
+
+    def removed(path: str, **_: object) -> None:
+        removals.append(path)
+        if len(removals) % 2 == 0:  # the first time, a call that was given up writes there
+            remove(path)
+
+    remove = shutil.rmtree
+    monkeypatch.setattr(stores.shutil, "rmtree", removed)
+    assert doctor(config)[0] == 0 and len(removals) == 2
+    assert os.listdir(tmp_path) == ["kv.yaml"]
+
+    def interrupted(choice: object, function: Callable[[], object]) -> None:
+        function()
+        if len(removals) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(inspection, "in_time", interrupted)
+    assert CliRunner().invoke(app(), ["doctor", config]).exit_code == 130
+    assert os.listdir(tmp_path) == ["kv.yaml"] and len(removals) == 4
 
 
 def test_observers_are_made_and_engines_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,9 @@ import json
 import random
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -252,14 +254,34 @@ def test_record_refuses(
     assert problem in done.err and done.err.count("\n") == 1
 
 
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
 def test_record_says_if_nothing_was_recorded(tmp_path: Path) -> None:
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    try:
-        done = run("trace", "record", tmp_path / "new.jsonl", "--", "true")
-    finally:
-        for number, handler in zip((signal.SIGINT, signal.SIGTERM), handlers, strict=True):
-            signal.signal(number, handler)
+    (tmp_path / "new.2.jsonl").write_text('{"verb": "load"}\n')  # of an earlier recording
+    done = run("trace", "record", tmp_path / "new.jsonl", "--", "true")
     assert done.err == "kvloom: nothing was recorded: no engine of kvloom had a request in what was run\n"
+
+
+@pytest.mark.usefixtures("handlers")
+def test_whatever_lies_beside_a_recording_its_status_is_the_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvloom_tools.verbs.trace._MOST_LINE_BYTES", 1 << 12)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "beside").write_text('{"verb": "load"}\n' * 3)
+    made = "cp beside t.jsonl; truncate -s 1T t.2.jsonl; ln -s /dev/zero t.3.jsonl; cp beside t.x.jsonl"
+    done = run("trace", "record", "t.jsonl", "--max-bytes", "1MiB", "--", "sh", "-c", f"{made}; exit 7", status=7)
+    assert done.err == f"{tmp_path}/t.jsonl: 3 calls (3 load)\n{tmp_path}/t.2.jsonl: 0 calls (none)\n"
+    monkeypatch.setattr("kvloom_tools.verbs.trace._verbs", mock.Mock(side_effect=PermissionError(13, "Not allowed")))
+    done = run("trace", "record", "u.jsonl", "--", "sh", "-c", "cp beside u.jsonl; exit 7", status=7)
+    assert done.err == f"{tmp_path}/u.jsonl: cannot be read: Not allowed\n"
 
 
 def test_the_home_of_nobody_is_no_directory() -> None:

@@ -262,6 +262,21 @@ def test_the_variable_of_a_recording_is_no_setting(tmp_path: Path, monkeypatch: 
     assert os.environ["KVLOOM_TRACE"]
 
 
+def test_what_has_no_end_is_not_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for place in (Path("/dev/urandom"), tmp_path, tmp_path / "pipe"):
+        error = replay(place, memory(tmp_path, 9), *KIB, status=2)
+        assert error == f"kvloom: {place}: is no regular file; name one that has a trace\n"
+    monkeypatch.setattr("kvloom_tools.replay.trace._MOST_LINE_BYTES", 1 << 12)
+    trace = mooncake(tmp_path / "trace.jsonl", (512, [1]))
+    length = trace.stat().st_size
+    os.truncate(trace, 1 << 40)
+    error = replay(trace, memory(tmp_path, 9), *KIB, status=2)
+    assert error == f"kvloom: {trace}: line 2 has more than 4096 bytes; name a file with a trace\n"
+    os.truncate(trace, length + 4096)
+    assert replay(trace, memory(tmp_path, 9), *KIB)["trace"]["broken"] == 1
+
+
 def test_what_is_packed_tighter_than_any_trace_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvloom_tools.replay.trace._MOST_LINE_BYTES", 1 << 12)
     trace = mooncake(tmp_path / "trace.jsonl", (512, [1]))
@@ -275,7 +290,7 @@ def test_brackets_in_the_name_of_a_recording_are_letters(tmp_path: Path, monkeyp
     (tmp_path / "a[1].7.jsonl").touch()
     said: list[str] = []
     monkeypatch.setattr(trace_verb.output, "say", lambda text, **_: said.append(text))
-    trace_verb._say_recorded(tmp_path / "a[1].jsonl")
+    trace_verb._say_recorded(tmp_path / "a[1].jsonl", (), 1000)
     assert said == [f"{tmp_path / 'a[1].7.jsonl'}: 0 calls (none)"]
 
 

@@ -82,10 +82,15 @@ def _add_missing(commands: typer.Typer, verb: str, registry: Registry) -> None:
 
 
 def main() -> None:
-    """Run it. Exit status: 1 for an error, 2 for one in the configuration or the command line, 143 after SIGTERM."""
+    """Run it.
+
+    Exit status: 1 for an error, 2 for one in the configuration or the command line, 129 after SIGHUP, 143 after
+    SIGTERM.
+    """
     _open_streams()
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # which would leave a verb's files and processes behind
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # which would leave a verb's files and processes behind
+            signal.signal(number, _end)
     completing = "_KVLOOM_COMPLETE" in os.environ  # by the shell, for words that are not in sys.argv
     try:
         try:
@@ -103,6 +108,11 @@ def main() -> None:
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+def _end(number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # a terminal that is closed may send it twice, and files are being removed
+    sys.exit(128 + number)
 
 
 def _open_streams() -> None:

@@ -113,7 +113,8 @@ def exact_size(num_bytes: int) -> str | int:
     """As YAML may have it: `20GiB` if that is exact, else the number of bytes."""
     text = size(num_bytes)
     units = _UNITS.index(text.lstrip("0123456789."))
-    return text if float(text[: -len(_UNITS[units])]) * 1024**units == num_bytes and units else num_bytes
+    exact = float(text[: -len(_UNITS[units])]) * 1024**units == num_bytes and units
+    return text if exact else int(num_bytes)  # of a ByteSize, which YAML cannot write
 
 
 def moment(seconds: float | None) -> str:

@@ -27,7 +27,7 @@ MOST_NODES = 100_000
 """Values in a configuration, with all aliases written out."""
 _CHARS = 64
 """Number of characters for which a text counts as one more value."""
-_INTEGER = "tag:yaml.org,2002:int"
+_INTEGER, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 _MOST_DIGITS = 300
 _LONE = re.compile("[\ud800-\udfff]")
 _INTERPOLATION = re.compile(r"\$\$\{|\$\{([^}]*)\}?")
@@ -63,9 +63,9 @@ def read(path: Path) -> tuple[dict[str, Any], list[Problem]]:
 def load_yaml(text: str) -> tuple[Any, list[Problem]]:
     """Return the content of a YAML document, and a problem for each key that it gives twice.
 
-    Raises ConfigError for a document larger than any configuration, or with text that UTF-8 cannot have, and YAMLError,
-    RecursionError or ValueError for text that is not YAML. An alias costs as much as what it stands for: a few lines of
-    them can stand for more than there is memory.
+    Raises ConfigError for a document larger than any configuration, with text that UTF-8 cannot have, or with a number
+    in base 60, and YAMLError, RecursionError or ValueError for text that is not YAML. An alias costs as much as what it
+    stands for: a few lines of them can stand for more than there is memory.
     """
     if len(text) > MOST_TEXT:
         raise ConfigError("", f"{len(text)} characters, and a configuration has {MOST_TEXT} at most")
@@ -92,6 +92,9 @@ def _written_out(node: yaml.Node, known: dict[int, int]) -> int:
             raise ConfigError("", f"line {node.start_mark.line + 1}: half of a surrogate pair is not a character")
         if node.tag == _INTEGER and len(node.value) > _MOST_DIGITS:  # Python refuses to print it
             raise ConfigError("", f"line {node.start_mark.line + 1}: a number of {len(node.value)} digits")
+        if node.tag in (_INTEGER, _FLOAT) and ":" in node.value:  # 1:30 is 90
+            text = "YAML takes digits with a colon as a number in base 60; put quotes round a text"
+            raise ConfigError("", f"line {node.start_mark.line + 1}: {text}")
     else:
         pairs = isinstance(node, yaml.MappingNode)
         children = [part for pair in node.value for part in pair] if pairs else node.value

@@ -15,11 +15,11 @@ from kvloom_blend import GivenTask, Runner, executor_of, kv_of
 from kvloom_connector_transformers import spec_of
 from kvloom_eval import scoring
 from kvloom_eval.prompts import Prompt
+from kvloom_eval.scores.rows import FULL
 from kvloom_eval.scoring import Answer
 
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3)
 DEFAULT = ("none", "epic", "question_attention", "cacheblend", "hybrid")
-FULL = "full prefill"
 QUESTIONS = 2
 """Questions of an item that are asked: each is a pass of its own."""
 

@@ -74,7 +74,7 @@ def evaluate(
         for word in _words(codec, () if blend and codec is None else codecs.DEFAULT)
         if word != "none"
     ]
-    known = (running.TEXT, *TASKS)
+    known = (rows.TEXT, *TASKS)
     chosen = _words(tasks, known)
     for word in chosen:
         if word not in known:

@@ -15,13 +15,10 @@ from kvloom_eval.blending import QUESTIONS, Blender
 from kvloom_eval.codecs import through_chunks
 from kvloom_eval.prompts import Prompt, Prompts
 from kvloom_eval.scores import statistics
-from kvloom_eval.scores.rows import Rows
+from kvloom_eval.scores.rows import EXACT, TEXT, WITHOUT, Rows
 from kvloom_eval.scoring import Answer
 from kvloom_serde_cachegen import measuring
 
-EXACT, WITHOUT = "exact", "no context"
-TEXT = "text"
-"""Predictions of real text; it is no task, and is measured beside them."""
 SCREENED = 8
 """Items of each task by which it is decided whether codecs are measured with it."""
 _WINDOWS = 64

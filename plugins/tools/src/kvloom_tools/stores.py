@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from kvloom.inspection import Resolved, Store, TierChoice
 
 T = TypeVar("T")
+
+_PAUSES = (0.01, 0.1, 0.5, 1.0, 0.0)
+"""Seconds between attempts to remove a directory."""
 
 QUARANTINE = "quarantine/"
 """Prefix of the keys of corrupt blobs that `kvloom scrub` set aside."""
@@ -93,23 +96,41 @@ def for_a_try(choice: TierChoice) -> Iterator[TierChoice]:
     place = getattr(choice.backend.config, "path", None)
     named = isinstance(place, Path) or (isinstance(place, str) and os.sep in place)
     path = Path(str(place)).expanduser() if named else Path()
-    scratch = inspection.in_time(choice, lambda: _beside(path)) if named else None
-    if place is None or scratch is None:
-        yield choice
-        return
+    made: list[str] = []
     try:
-        config = choice.backend.config.model_copy(update={"path": type(place)(os.path.join(scratch, path.name))})
+        if named:
+            inspection.in_time(choice, lambda: _make_beside(path, made))
+        if place is None or not made:
+            yield choice
+            return
+        config = choice.backend.config.model_copy(update={"path": type(place)(os.path.join(made[0], path.name))})
         yield replace(choice, backend=replace(choice.backend, config=config))
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        with suppress(BackendError):  # of a file system that hangs
+            if made:
+                inspection.in_time(choice, lambda: _remove(made[0]))
 
 
-def _beside(path: Path) -> str | None:
-    """A new directory in the nearest parent of `path` that is there; None if `path` is there, or none can be made."""
+def _make_beside(path: Path, made: list[str]) -> None:
+    """Make a directory in the nearest parent of `path` that is there, unless `path` is there, and append it to `made`.
+
+    It is appended first: who waits may be interrupted in between, and removes it.
+    """
     if os.path.lexists(path):  # also a link that leads nowhere: the engine makes nothing beside it
-        return None
+        return
     there = next(parent for parent in path.parents if os.path.lexists(parent))
+    scratch = os.path.join(there, f".kvloom-try-{secrets.token_hex(8)}")
+    made.append(scratch)
     try:
-        return tempfile.mkdtemp(dir=there, prefix=".kvloom-try-")
+        os.mkdir(scratch, 0o700)
     except OSError:  # opening the tier fails too, and says why
-        return None
+        made.remove(scratch)
+
+
+def _remove(scratch: str) -> None:
+    """Remove a directory to which a call that was given up, as by Ctrl-C, may still write."""
+    for pause in _PAUSES:
+        shutil.rmtree(scratch, ignore_errors=True)
+        if not os.path.lexists(scratch):
+            return
+        time.sleep(pause)

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvloom import replace_file
-from kvloom_eval.blending import FULL
-from kvloom_eval.running import EXACT
 from kvloom_eval.scores.results import Results, Scores, Task
+from kvloom_eval.scores.rows import EXACT, FULL
 from kvloom_eval.scores.statistics import Mean
 
 RAW_BITS = 16

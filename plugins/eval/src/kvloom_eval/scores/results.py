@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvloom_eval.blending import FULL
-from kvloom_eval.running import EXACT, TEXT, WITHOUT
 from kvloom_eval.scores import statistics
-from kvloom_eval.scores.rows import Row, Rows
+from kvloom_eval.scores.rows import EXACT, FULL, TEXT, WITHOUT, Row, Rows
 from kvloom_eval.scores.statistics import Mean
 
 Table = Mapping[str, Mapping[str, Row]]
@@ -172,7 +170,7 @@ def _text(predicted: Sequence[tuple[Row, Row]]) -> dict[str, float]:
         "kl": _mean([ours["kl"] for ours, _ in predicted]),
         "top1": _mean([ours["same"] for ours, _ in predicted]),
         "dnll": nll - reference,
-        "perplexity": 2.718281828459045**nll,
+        "perplexity": 2.718281828459045 ** min(nll, 700),  # beyond, it is no float
         "windows": len(predicted),
     }
 

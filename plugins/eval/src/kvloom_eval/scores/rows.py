@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -12,46 +13,82 @@ from kvloom import KVLoomError, replace_file
 
 Row = Mapping[str, Any]
 
-_BEGINNING = '{"about": '
+EXACT, WITHOUT, FULL = "exact", "no context", "full prefill"
+"""What rows are of besides codecs and executors: exact KV, none, and the prefill that executors are compared with."""
+TEXT = "text"
+"""Predictions of real text; it is no task, and is measured beside them."""
+
+_BEGINNING = b'{"about": '
+_MOST_BYTES = 256 << 20
+_ANSWERS = ("right", "exact", "probability", "nll", "kl")
+"""Lists with a number for each question."""
+_PREDICTIONS = ("nll", "kl", "same")
+_FIGURES = ("tokens", "chance", "bits", "share", "seconds")
+_LARGEST = 1e12
 
 
 def check(file: Path, about: Mapping[str, Any]) -> None:
     """Raise KVLoomError if a file is no file of rows, or has rows of another run, as far as `about` says."""
-    text = _text(file)
+    content = _content(file)
     # Nothing, or a header that was cut off, which `Rows` writes again.
-    if "\n" in text or text[: len(_BEGINNING)] != _BEGINNING[: len(text)]:
-        theirs, _, _ = _parsed(file, text)
+    if b"\n" in content or content[: len(_BEGINNING)] != _BEGINNING[: len(content)]:
+        theirs, _, _ = _parsed(file, content)
         _check_same(file, theirs, about, about)
 
 
-def _text(file: Path) -> str:
-    """The content of a file, "" if there is none. Raises KVLoomError."""
+def _content(file: Path) -> bytes:
+    """The content of a file, nothing if there is none. Raises KVLoomError."""
     try:
-        return file.read_text(encoding="utf-8") if file.exists() else ""
+        with file.open("rb") as source:
+            content = source.read(_MOST_BYTES + 1)
+    except FileNotFoundError:
+        return b""
     except OSError as error:
         raise _unusable(file, error) from None
-    except UnicodeDecodeError:
-        raise _no_rows(file) from None
+    if len(content) > _MOST_BYTES:
+        raise _no_rows(file)
+    return content
 
 
-def _parsed(file: Path, text: str) -> tuple[dict[str, Any], dict[tuple[str, str], Row], str]:
-    """Read what rows depend on, the rows by item and codec, and a row that was cut off. Raises KVLoomError."""
+def _parsed(file: Path, content: bytes) -> tuple[dict[str, Any], dict[tuple[str, str], Row], int]:
+    """Read what rows depend on, the rows by item and codec, and the bytes of a row that was cut off. KVLoomError."""
+    whole = content.rfind(b"\n") + 1
+    lines = BytesIO(content[:whole])
     try:
-        header, *lines, cut_off = text.split("\n")
-        theirs = dict(json.loads(header)["about"])
+        theirs = dict(json.loads(lines.readline())["about"])
         rows = {_key(row): row for row in map(json.loads, lines)}
     except (ValueError, KeyError, TypeError, RecursionError):
         raise _no_rows(file) from None
-    return theirs, rows, cut_off
+    return theirs, rows, len(content) - whole
 
 
 def _key(row: Row) -> tuple[str, str]:
     """Item and codec. Raises ValueError, KeyError or TypeError for what is no row."""
     item, by = row["item"], row["by"]
     if not (isinstance(item, str) and isinstance(by, str)):
-        raise TypeError(row)
+        raise TypeError(item, by)
     _number(item)
+    if item.partition("/")[0] == TEXT:
+        numbers = [row[name] for name in _PREDICTIONS]
+    else:
+        answers = [row[name] for name in _ANSWERS]
+        if not all(isinstance(each, list) and len(each) == len(answers[0]) for each in answers):
+            raise TypeError(item, by)
+        right, exact, *rest = answers
+        if not right or not {*right, *exact} <= {0, 1}:
+            raise ValueError(item, by)
+        numbers = [number for each in rest for number in each]
+        if by in (EXACT, FULL) and not 0 <= row["chance"] <= 1:
+            raise ValueError(item, by)
+    figures = [row[name] for name in _FIGURES if name in row]
+    if not all(_is_number(each) for each in numbers) or not all(_is_number(each) and each >= 0 for each in figures):
+        raise ValueError(item, by)
     return item, by
+
+
+def _is_number(value: object) -> bool:
+    """A damaged codec, or a model that is, may give NaN."""
+    return type(value) in (int, float) and not abs(value) > _LARGEST
 
 
 def _number(item: str) -> int:
@@ -84,19 +121,19 @@ class Rows:
         self.file = file
         self._rows: dict[tuple[str, str], Row] = {}
         header = json.dumps({"about": about}) + "\n"
-        text = _text(file)
+        content = _content(file)
         try:
-            if header.startswith(text):  # nothing, or a header that was cut off
+            if header.encode().startswith(content):  # nothing, or a header that was cut off
                 file.parent.mkdir(parents=True, exist_ok=True)
                 replace_file(file, header)
                 return
         except OSError as error:
             raise _unusable(file, error) from None
-        theirs, self._rows, cut_off = _parsed(file, text)
+        theirs, self._rows, cut_off = _parsed(file, content)
         _check_same(file, theirs, about, dict.fromkeys([*about, *theirs]))
         if cut_off:
             try:
-                os.truncate(file, len(text[: -len(cut_off)].encode()))  # written anew, a full disk would take them all
+                os.truncate(file, len(content) - cut_off)  # written anew, a full disk would take them all
             except OSError as error:
                 raise _unusable(file, error) from None
 
@@ -110,7 +147,7 @@ class Rows:
         """Keep the rows of an item, in the file too."""
         with self.file.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(row) + "\n" for row in rows))
-        self._rows.update((_key(row), row) for row in rows)
+        self._rows.update(((row["item"], row["by"]), row) for row in rows)
 
     def check(self, by: str, more: Mapping[str, Any]) -> None:
         """Raise KVLoomError unless all rows of a codec have these entries."""

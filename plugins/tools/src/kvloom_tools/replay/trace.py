@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import stat
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -107,7 +108,7 @@ class Trace:
     def requests(self, progress: Callable[[int], None] = lambda num_bytes: None) -> Iterator[Line]:
         """In the order in which they began. progress: told of bytes of the file that were read.
 
-        Raises ConfigError with the path if it cannot be read at all.
+        Raises ConfigError with the path if it cannot be read at all, or has a line longer than any trace's.
         """
         waiting: list[Line] = []
         blocks, ends = 0, 0.0
@@ -144,14 +145,20 @@ class Trace:
 
     def _texts(self, progress: Callable[[int], None]) -> Iterator[bytes]:
         try:
+            if not stat.S_ISREG(self.path.stat().st_mode):  # opening a pipe waits, and a device may have no end
+                raise ConfigError(str(self.path), "is no regular file; name one that has a trace")
             with self.path.open("rb") as file:
                 packed = file.peek(2)[:2] == b"\x1f\x8b"
                 source: IO[bytes] = gzip.GzipFile(fileobj=file) if packed else file  # type: ignore[assignment]
-                at = unpacked = 0
-                while text := source.readline(_MOST_LINE_BYTES):
+                at = unpacked = number = 0
+                while text := source.readline(_MOST_LINE_BYTES + 1):
                     unpacked += len(text)
+                    number += 1
                     if packed and unpacked > _MOST_RATIO * file.tell() + _MOST_LINE_BYTES:
                         raise EOFError("no trace is packed as tightly")
+                    if len(text) > _MOST_LINE_BYTES:
+                        problem = f"line {number} has more than {_MOST_LINE_BYTES} bytes; name a file with a trace"
+                        raise ConfigError(str(self.path), problem)
                     yield text
                     if self.lines % 1024 == 0:
                         progress(file.tell() - at)

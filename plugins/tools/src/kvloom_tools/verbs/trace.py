@@ -17,13 +17,15 @@ import typer
 from kvloom import ConfigError, KVLoomError, output
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from kvloom_tools.replay import Trace
     from kvloom_tools.replay.sweep import Run
 
 _VERB = re.compile(rb'"verb": ?"([a-z_]+)"')
 """In a recorded line."""
+_MOST_LINE_BYTES = 1 << 20
+"""Bytes of a line that are read at once: another program may write to a recording."""
 
 
 def add(commands: typer.Typer) -> None:
@@ -119,35 +121,57 @@ def _record(file: Path, command: Sequence[str], max_bytes: str) -> int:
         raise ConfigError(str(file), "exists already; choose another name, or remove it")
     if not os.access(file.parent, os.W_OK | os.X_OK):
         raise ConfigError(str(file.parent), "no directory that can be written to; make it")
-    sweep.byte_size(max_bytes, "--max-bytes")
+    most = sweep.byte_size(max_bytes, "--max-bytes")
+    there = _beside(file)
     environment = {**os.environ, "KVLOOM_TRACE": str(file), "KVLOOM_TRACE_MAX_BYTES": max_bytes}
     try:
         child = subprocess.Popen(command, env=environment)
     except OSError as error:
         raise ConfigError("COMMAND", f"{command[0]!r} cannot be run: {error.strerror}") from None
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    passed_on = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *passed_on)}
     try:
-        for number in before:  # a terminal sends the first to both; the child decides
-            signal.signal(number, lambda number, _: child.send_signal(number) if number == signal.SIGTERM else None)
+        for number, handler in before.items():  # a terminal sends the first to both; the child decides
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, lambda number, _: child.send_signal(number) if number in passed_on else None)
         status = child.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    _say_recorded(file)
+    _say_recorded(file, there, most)
     return status if status >= 0 else 128 - status
 
 
-def _say_recorded(file: Path) -> None:
-    others = file.parent.glob(f"{glob.escape(file.stem)}.*{glob.escape(file.suffix)}")
-    found = [one for one in (file, *sorted(others)) if one.is_file()]
+def _beside(file: Path) -> list[Path]:
+    """The files that further engines write if there is `file` already, as far as they are there."""
+    return sorted(file.parent.glob(f"{glob.escape(file.stem)}.[0-9]*{glob.escape(file.suffix)}"))
+
+
+def _say_recorded(file: Path, before: Collection[Path], max_bytes: int) -> None:
+    """before: files beside it that were there before the recording. max_bytes: of each, no more is read."""
+    found = [one for one in (file, *_beside(file)) if one not in before and one.is_file() and not one.is_symlink()]
     for one in found:
-        with one.open("rb") as lines:
-            verbs = Counter(verb[1].decode() for line in lines if (verb := _VERB.search(line)))
+        try:
+            verbs = _verbs(one, max_bytes)
+        except OSError as error:  # the command's status says more
+            output.say(f"{one}: cannot be read: {error.strerror}", stderr=True)
+            continue
         counted = ", ".join(f"{count:,} {verb}" for verb, count in verbs.most_common())
         output.say(f"{one}: {verbs.total():,} calls ({counted or 'none'})", stderr=True)
     if not found:
         text = "nothing was recorded: no engine of kvloom had a request in what was run"
         output.say(f"kvloom: {text}", stderr=True)
+
+
+def _verbs(file: Path, max_bytes: int) -> Counter[str]:
+    """The number of calls of each verb. Raises OSError."""
+    verbs: Counter[str] = Counter()
+    with file.open("rb") as lines:
+        while max_bytes > 0 and (line := lines.readline(min(_MOST_LINE_BYTES, max_bytes))):
+            max_bytes -= len(line)
+            if verb := _VERB.search(line):
+                verbs[verb[1].decode()] += 1
+    return verbs
 
 
 # -- what came out -----------------------------------------------------------------------------------------------------
