@@ -96,7 +96,7 @@ def test_keys_that_cannot_be_taken_back_leave_the_mode_step() -> None:
     ("family", "more", "says"),
     [
         ("llama", rope_type("dynamic"), "rope type 'dynamic'"),
-        ("deepseek_v3", MLA | {"num_key_value_heads": 4}, "MLA and the like"),
+        ("deepseek_v3", MLA | {"num_key_value_heads": 4}, "K and V of different sizes"),
         ("mistral", {"sliding_window": 128}, "has layers with a window"),
         ("minimax", {}, "not every layer keeps plain K and V"),
     ],

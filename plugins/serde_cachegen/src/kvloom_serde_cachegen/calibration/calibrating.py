@@ -48,6 +48,8 @@ def calibrated(
     spec = spec_of(model)
     if any(DynamicCache(config=model.config).is_sliding):
         raise ValueError(f"{type(model).__name__} has layers with a window, whose KV is not calibrated")
+    if spec.kv_planes != 2:
+        raise ValueError(f"{type(model).__name__} has K and V of different sizes (MLA), which are not calibrated")
     try:
         rope = rope_of(model)
     except UnknownRopeError as error:
