@@ -288,7 +288,7 @@ FILES = pytest.mark.parametrize(
 
 
 def refused(url: str, name: str, value: object) -> str:
-    """What an engine says whose tier has this option."""
+    """The error at opening an engine whose tier has this option."""
     block = {"type": "fsspec", "url": url, "options": {name: value}}
     with pytest.raises(ConfigError) as told:
         Engine.open({"tiers": [block]}, KVSpec("m", num_layers=1, num_kv_heads=1, head_size=8, dtype="float16"))

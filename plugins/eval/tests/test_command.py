@@ -115,12 +115,18 @@ def test_an_interrupted_run_goes_on(folder: Path, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.usefixtures("able", "without_charts")
-def test_rows_with_another_profile_are_not_taken(folder: Path, tmp_path: Path) -> None:
+def test_profiles_of_another_model_and_rows_with_another_profile_are_not_taken(folder: Path, tmp_path: Path) -> None:
     words = ("--tasks", "key-value,text", "--codec", "int8,default+profile", "--quick")
     assert small(folder, tmp_path, *words).exit_code == 0
     rows = (tmp_path / "rows.jsonl").read_bytes()
     assert small(folder, tmp_path, *words).exit_code == 0 and (tmp_path / "rows.jsonl").read_bytes() == rows
     made = Profile.load(tmp_path / "quick.kvprofile")
+    theirs = tmp_path / "theirs" / "quick.kvprofile"
+    theirs.parent.mkdir()
+    replace(made, identity="Other, weights 1").save(theirs)
+    said = str(small(folder, theirs.parent, *words).exception)
+    assert said.startswith(f"{theirs} is of another model (Other, weights 1; this is {made.identity}); remove it")
+    assert Profile.load(theirs).identity == "Other, weights 1", "nor is it replaced"
     replace(made, weights=made.weights.flip(1)).save(tmp_path / "another")
     found = small(folder, tmp_path, *words, "--profile", tmp_path / "another")
     assert isinstance(found.exception, KVLoomError)
@@ -135,19 +141,6 @@ def test_rows_with_another_profile_are_not_taken(folder: Path, tmp_path: Path) -
     for file, why in (("another", "whose KV has"), ("missing", "cannot be read"), ("results.md", "not a profile")):
         found = small(folder, tmp_path, *words, "--profile", tmp_path / file)
         assert isinstance(found.exception, KVLoomError) and why in str(found.exception)
-
-
-@pytest.mark.usefixtures("able", "without_charts")
-def test_a_profile_of_another_model_is_not_taken(folder: Path, tmp_path: Path) -> None:
-    words = ("--tasks", "text", "--codec", "default+profile", "--quick")
-    assert small(folder, tmp_path / "ours", *words).exit_code == 0
-    theirs = tmp_path / "theirs" / "quick.kvprofile"
-    theirs.parent.mkdir()
-    ours = Profile.load(tmp_path / "ours" / "quick.kvprofile")
-    replace(ours, identity="Other, weights 1").save(theirs)
-    said = str(small(folder, theirs.parent, *words).exception)
-    assert said.startswith(f"{theirs} is of another model (Other, weights 1; this is {ours.identity}); remove it")
-    assert not Profile.load(theirs).identity.startswith(ours.identity), "nor is it replaced"
 
 
 @pytest.mark.usefixtures("able", "without_charts")

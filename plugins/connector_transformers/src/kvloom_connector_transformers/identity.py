@@ -40,14 +40,14 @@ def describe(model: Any) -> tuple[KVSpec, PlainKV]:
     kv = plain_kv(base)
     text = base.config.get_text_config(decoder=True)
     commit = getattr(base.config, "_commit_hash", None)
+    alike = kv.key_size == kv.value_size  # planes are of one size: else one has K and V of a token beside each other
     spec = KVSpec(
         model=base.name_or_path if commit else type(base).__name__,
         revision=", ".join(filter(None, (_revision(model, base, commit), kv.windows, _computed_by(base, kv)))),
         num_layers=kv.num_layers,
         num_kv_heads=kv.num_kv_heads,
-        # One plane has K and V of a token beside each other, for two planes are of one size.
-        head_size=kv.key_size if kv.key_size == kv.value_size else kv.key_size + kv.value_size,
-        kv_planes=2 if kv.key_size == kv.value_size else 1,
+        head_size=kv.key_size if alike else kv.key_size + kv.value_size,
+        kv_planes=2 if alike else 1,
         dtype=str(kv.dtype).removeprefix("torch."),
         rope=_plain(getattr(text, "rope_parameters", None) or {}),
         adapters=at_work,

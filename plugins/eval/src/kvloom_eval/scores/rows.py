@@ -14,7 +14,7 @@ from kvloom import KVLoomError, replace_file
 Row = Mapping[str, Any]
 
 EXACT, WITHOUT, FULL = "exact", "no context", "full prefill"
-"""What rows are of besides codecs and executors: exact KV, none, and the prefill that executors are compared with."""
+"""Values of `by` besides codecs and executors: exact KV, none, and the prefill that executors are compared with."""
 TEXT = "text"
 """Predictions of real text; it is no task, and is measured beside them."""
 

@@ -21,7 +21,7 @@ class DaemonThreads(Executor):
         self._name = name
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Where no thread can be started, the future has the RuntimeError."""
+        """Call it on a thread of its own. The future has the RuntimeError if none can be started."""
         future: Future[T] = Future()
         call = partial(fn, *args, **kwargs)
         try:
